@@ -1,0 +1,1 @@
+"""Typer commands, options and rendering. No tensor arithmetic."""

@@ -1,0 +1,1 @@
+"""Trees, tree attention, drafting, acceptance and the decode loop: token ids, no text."""

@@ -1,0 +1,1 @@
+"""Base models, heads, KV cache, checkpoints and the registry."""

@@ -1,0 +1,153 @@
+"""Loading a base model and its tokenizer: device, precision, and errors that say what is wrong."""
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from medusa_cli.errors import CheckpointError, UnsupportedModelError, UsageError
+from medusa_cli.models.base import BaseModel
+from medusa_cli.models.progress import Report, Stage
+from medusa_cli.models.sources import Source
+from medusa_cli.models.storage import human_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRANSFORMERS_RANGE = ">=5.24,<6"
+LARGE_BYTES = 1_000_000_000  # a load from this size on is announced
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load, in the words of the command line.
+
+    Attributes:
+        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        device_map: accelerate's device map by name (`auto`, `balanced`, ...); wins over `device`.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        trust_remote_code: run model code that comes with the checkpoint.
+    """
+
+    device: str = "auto"
+    device_map: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+
+def load_base(source: Source, options: LoadOptions, report: Report) -> BaseModel:
+    """Loads the stock transformers class onto its device.
+
+    Raises:
+        CheckpointError: the folder holds no model that transformers can load.
+        UnsupportedModelError: transformers is out of range, or tree attention would not be exact.
+        UsageError: the device is not there.
+    """
+    _check_transformers()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = {"trust_remote_code": options.trust_remote_code}
+    device_map = options.device_map or {"": _device(options.device)}
+    try:
+        config = AutoConfig.from_pretrained(source.folder, **trust)
+        dtype = _dtype(options, config)
+        _announce(source, dtype, report)
+        module = AutoModelForCausalLM.from_pretrained(
+            source.folder, config=config, dtype=dtype, device_map=device_map, **trust
+        )
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        raise _unloadable(source, error) from None
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise
+        raise _unloadable(source, error) from None
+    return BaseModel(module)
+
+
+def load_tokenizer(source: Source, options: LoadOptions) -> "PreTrainedTokenizerBase":
+    """The tokenizer that lies beside the base model.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            source.folder, trust_remote_code=options.trust_remote_code
+        )
+    except Exception as error:  # noqa: BLE001  # tokenizers raises bare Exception on bad files
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"the tokenizer in {source.folder} cannot be loaded: {reason}"
+        ) from None
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device must be auto, cpu, cuda, cuda:N or mps, not '{name}'") from None
+    there = {
+        "cpu": device.index in (None, 0),
+        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not there.get(device.type, False):
+        raise UsageError(f"--device {name}: there is no such device here; use --device auto")
+    return device
+
+
+def _dtype(options: LoadOptions, config: Any) -> torch.dtype:
+    """Half precision on an accelerator, float32 on a CPU, unless the user says otherwise."""
+    if options.dtype != "auto":
+        if options.dtype not in DTYPES:
+            raise UsageError(f"--dtype must be auto, {', '.join(DTYPES)}, not '{options.dtype}'")
+        return DTYPES[options.dtype]
+    on_cpu = options.device_map is None and _device(options.device).type == "cpu"
+    if on_cpu or (options.device_map is not None and not torch.cuda.is_available()):
+        return torch.float32
+    own = getattr(config.get_text_config(), "dtype", None)
+    if own in HALF and (own is not torch.bfloat16 or _has_bfloat16()):
+        return own
+    return torch.bfloat16 if _has_bfloat16() else torch.float16
+
+
+def _has_bfloat16() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def _announce(source: Source, dtype: torch.dtype, report: Report) -> None:
+    """Says what a large load needs and what there is; the user can stop it in time."""
+    import psutil
+
+    files = [p for p in source.folder.iterdir() if p.suffix in (".safetensors", ".bin")]
+    on_disk = sum(path.stat().st_size for path in files)
+    needed = source.entry.parameters * dtype.itemsize or on_disk
+    free = psutil.virtual_memory().available
+    if needed > min(LARGE_BYTES, free):
+        text = f"loading {source.name}: needs about {human_bytes(needed)} of memory"
+        report(Stage(f"{text}, {human_bytes(free)} of main memory are free"))
+
+
+def _unloadable(source: Source, error: Exception) -> CheckpointError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return CheckpointError(f"'{source.name}' in {source.folder} cannot be loaded: {reason}")
+
+
+def _check_transformers() -> None:
+    from packaging.specifiers import SpecifierSet
+
+    installed = version("transformers")
+    if not SpecifierSet(TRANSFORMERS_RANGE).contains(installed, prereleases=True):
+        raise UnsupportedModelError(
+            f"transformers {installed} is installed, but medusa needs {TRANSFORMERS_RANGE}: "
+            f'pip install "transformers{TRANSFORMERS_RANGE}"'
+        )

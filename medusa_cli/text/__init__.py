@@ -1,0 +1,1 @@
+"""Chat templates, incremental detokenizing and stop strings: token ids to text and back."""

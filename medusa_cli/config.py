@@ -1,6 +1,6 @@
 """What a user may choose about one generation, validated once, shared by all layers."""
 
-import secrets
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -63,7 +63,7 @@ class SamplingConfig:
     eta_cutoff: float = 0.0
     epsilon_cutoff: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = field(default_factory=lambda: secrets.randbits(32))
+    seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
     acceptance: Acceptance = Acceptance.LOSSLESS
     epsilon: float = 0.09
     delta: float = 0.3

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from medusa_cli.config import Limits, SamplingConfig
 from medusa_cli.decoding.decode import Budget, decode
 from medusa_cli.decoding.sampling import Sampler
-from medusa_cli.decoding.tree import ROOT_ONLY, Tree, load_tree, tree_buffers
+from medusa_cli.decoding.tree import ROOT_ONLY, Tree, load_tree
+from medusa_cli.decoding.tree_buffers import tree_buffers
 from medusa_cli.models import registry
 from medusa_cli.models.base import BaseModel, eos_ids
 from medusa_cli.models.cache import KVCache
@@ -108,6 +109,17 @@ class Medusa:
     def has_template(self) -> bool:
         """Whether prompts can be rendered as a conversation."""
         return self.template is not None or self.tokenizer.chat_template is not None
+
+    def sampling_defaults(self) -> dict[str, float]:
+        """The sampling values of the model's `generation_config`, by `SamplingConfig` field."""
+        config = self.base.module.generation_config
+        names = ["repetition_penalty"]
+        if config.do_sample:
+            names += ["temperature", "top_p", "top_k", "min_p", "typical_p"]
+            names += ["epsilon_cutoff", "eta_cutoff"]
+        values = {name: getattr(config, name, None) for name in names}
+        found = {name: value for name, value in values.items() if value is not None}
+        return {"temperature": 1.0} | found if config.do_sample else found
 
     def encode(self, prompt: Prompt, *, chat: bool | None = None) -> list[int]:
         """Token ids of a prompt.

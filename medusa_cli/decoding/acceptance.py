@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medusa_cli.config import Acceptance
 from medusa_cli.decoding.sampling import Sampler, typical_set
-from medusa_cli.decoding.tree import TreeBuffers
+from medusa_cli.decoding.tree_buffers import TreeBuffers
 
 
 @dataclass(frozen=True, slots=True)

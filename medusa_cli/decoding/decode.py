@@ -17,7 +17,7 @@ from medusa_cli.config import FinishReason
 from medusa_cli.decoding.acceptance import accept
 from medusa_cli.decoding.attention import tree_attention_mask
 from medusa_cli.decoding.sampling import Sampler
-from medusa_cli.decoding.tree import TreeBuffers
+from medusa_cli.decoding.tree_buffers import TreeBuffers
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
 

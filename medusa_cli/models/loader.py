@@ -116,7 +116,7 @@ def _dtype(options: LoadOptions, config: Any) -> torch.dtype:
         return torch.float32
     own = getattr(config.get_text_config(), "dtype", None)
     if own in HALF and (own is not torch.bfloat16 or _has_bfloat16()):
-        return own
+        return torch.float16 if own is torch.float16 else torch.bfloat16
     return torch.bfloat16 if _has_bfloat16() else torch.float16
 
 

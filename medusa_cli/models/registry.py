@@ -47,7 +47,7 @@ def entries() -> dict[str, Entry]:
     """The registry by alias, read from `data/registry.json`."""
     data = json.loads((_DATA / "registry.json").read_text(encoding="utf-8"))
     return {
-        alias: Entry(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        alias: Entry(**{**fields, "model": tuple(fields.get("model", ()))})
         for alias, fields in data.items()
     }
 

@@ -63,6 +63,7 @@ class Finder:
             folder, _ = self._base(base)
         if plain:
             return Source(model, folder, None, None, entry)
+        files: HeadsFiles | None
         if heads is not None:
             files = self._named_heads(heads)
         elif entry.heads is not None:

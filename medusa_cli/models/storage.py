@@ -17,6 +17,11 @@ def cache_folder() -> Path:
     return Path(given) if given else platformdirs.user_cache_path("medusa-cli")
 
 
+def embedded_folder(alias: str) -> Path:
+    """Where an embedded model lies once it is converted."""
+    return cache_folder() / "models" / alias
+
+
 def ensure_folder(folder: Path, needed: int) -> None:
     """Makes `folder` and checks that its disk has `needed` bytes free.
 

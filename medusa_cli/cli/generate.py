@@ -1,0 +1,151 @@
+"""`medusa generate`: one prompt, or a file of prompts, to standard output."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medusa_cli.cli import options as opt
+from medusa_cli.cli.libraries import quiet_libraries
+from medusa_cli.cli.prompt_input import BatchItem, read_batch, read_prompt, read_text
+from medusa_cli.cli.request import Format, Request
+from medusa_cli.cli.streams import Streams
+from medusa_cli.config import Limits, Overflow, SamplingConfig
+from medusa_cli.errors import UsageError
+from medusa_cli.models.registry import DEFAULT_MODEL
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt's text.")] = None,
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", metavar="PATH", help="Prompt file; -: stdin.")
+    ] = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="A prompt (or messages) a line; JSON lines out."),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Render the prompt with the chat template, or continue it as it is. "
+            "[default: chat where there is a template]",
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Jinja chat template to use instead.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Most tokens to generate.")
+    ] = 256,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text (repeatable).")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")
+    ] = False,
+    on_overflow: Annotated[
+        Overflow, typer.Option(help="What to do with a prompt longer than the context.")
+    ] = Overflow.ERROR,
+    format_: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TEXT,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Colour tokens by the depth they were accepted at.")
+    ] = False,
+    model: opt.Model = DEFAULT_MODEL,
+    heads: opt.Heads = None,
+    tree: opt.TreeName = None,
+    plain: opt.Plain = False,
+    device: opt.Device = "auto",
+    device_map: opt.DeviceMap = None,
+    dtype: opt.Dtype = "auto",
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    offline: opt.Offline = False,
+    quiet: opt.Quiet = False,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    typical_p: opt.TypicalP = None,
+    eta_cutoff: opt.EtaCutoff = None,
+    epsilon_cutoff: opt.EpsilonCutoff = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    seed: opt.Seed = None,
+    acceptance: opt.AcceptanceRule = None,
+    epsilon: opt.Epsilon = None,
+    delta: opt.Delta = None,
+    greedy_root: opt.GreedyRoot = None,
+    model_defaults: opt.ModelDefaults = False,
+) -> None:
+    """Generate text from a prompt given with -p, -f or on standard input.
+
+    Standard output gets the completion's bytes and nothing else. Several tokens are accepted per
+    forward; at temperature 0 and under lossless acceptance the text is the base model's own.
+    The accept length of a step counts the tokens accepted by that forward, base token included.
+    """
+    streams = Streams.of_process()
+    opt.check_conflicts(plain=plain, heads=heads, tree=tree, device=device, device_map=device_map)
+    if chat is False and (system is not None or template is not None):
+        raise UsageError("--raw continues the text as it is: drop --system and --template")
+    given = opt.given(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        typical_p=typical_p,
+        eta_cutoff=eta_cutoff,
+        epsilon_cutoff=epsilon_cutoff,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        acceptance=acceptance,
+        epsilon=epsilon,
+        delta=delta,
+        greedy_root=greedy_root,
+    )
+    if not model_defaults:
+        SamplingConfig(**given)  # a bad value is refused before anything is loaded
+    request = Request(
+        limits=Limits(max_new_tokens, tuple(stop or ()), ignore_eos, on_overflow),
+        given=given,
+        model_defaults=model_defaults,
+        chat=chat,
+        system=system,
+        template=None if template is None else read_text(template),
+        format=format_,
+        trace=trace,
+        quiet=quiet,
+    )
+    if batch is not None and (prompt is not None or file is not None):
+        raise UsageError("--batch brings its own prompts: drop -p and -f")
+    if batch is not None and format_ is not Format.TEXT:
+        raise UsageError("--batch always prints one JSON object a line: drop --format")
+    if batch is None:
+        items = [BatchItem(None, read_prompt(prompt, file, streams))]
+    else:
+        items = read_batch(batch)
+    if trace and not streams.stdout.isatty() and not quiet:
+        streams.note("medusa: --trace colours text on a terminal only")
+
+    quiet_libraries(offline=offline, progress=streams.stderr.isatty() and not quiet)
+    from medusa_cli.cli.answer import Answerer
+    from medusa_cli.cli.loading import LoadProgress
+    from medusa_cli.models.loader import LoadOptions
+    from medusa_cli.session import load
+
+    started = time.perf_counter()
+    with LoadProgress(streams, model, quiet=quiet) as report:
+        loaded = load(
+            model,
+            heads=heads,
+            tree=tree,
+            plain=plain,
+            options=LoadOptions(device, device_map, dtype, trust_remote_code),
+            revision=revision,
+            offline=offline,
+            report=report,
+        )
+    answerer = Answerer(loaded, request, streams, time.perf_counter() - started)
+    code = answerer.one(items[0]) if batch is None else answerer.batch(items)
+    raise typer.Exit(code)

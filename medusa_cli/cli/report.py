@@ -1,0 +1,115 @@
+"""The JSON that `generate` prints: schema `medusa.generate/1`."""
+
+import json
+import math
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from statistics import fmean
+from typing import Any
+
+from medusa_cli import __version__
+from medusa_cli.config import SamplingConfig
+from medusa_cli.session import Medusa
+from medusa_cli.text.events import Result, Step
+
+SCHEMA = "medusa.generate/1"
+
+
+def start_event(model: Medusa, sampling: SamplingConfig, prompt_tokens: int) -> dict[str, Any]:
+    """The first line of `--format jsonl`."""
+    return {
+        "event": "start",
+        **_identity(model, sampling),
+        "usage": {"prompt_tokens": prompt_tokens},
+    }
+
+
+def step_event(step: Step) -> dict[str, Any]:
+    """One forward's line of `--format jsonl`; `accept` is 0 for the prefill."""
+    return {
+        "event": "step",
+        "token_ids": step.token_ids,
+        "text": step.text,
+        "accept": step.accept_length,
+        "ms": round(step.seconds * 1000, 3),
+    }
+
+
+def result_object(model: Medusa, result: Result, load_seconds: float) -> dict[str, Any]:
+    """The object that `--format json` prints, and that ends `--format jsonl`."""
+    return {
+        **_identity(model, result.sampling),
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "usage": {
+            "prompt_tokens": result.prompt_tokens,
+            "completion_tokens": len(result.token_ids),
+            "steps": len(result.accept_lengths),
+        },
+        "accept": {
+            "mean": round(result.mean_accept_length, 4),
+            "lengths": result.accept_lengths,
+            "histogram": result.histogram,
+        },
+        "timing": {
+            "load_s": round(load_seconds, 4),
+            "ttft_s": round(result.ttft_seconds, 4),
+            "decode_s": round(result.decode_seconds, 4),
+            "tokens_per_s": round(result.tokens_per_second, 3),
+            "step_ms": _step_ms(result.step_seconds),
+        },
+        "memory": {"peak_bytes": _peak_bytes(model)},
+        "warnings": result.warnings,
+        "versions": {
+            "medusa": __version__,
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def to_json(data: dict[str, Any], *, indent: int | None = None) -> str:
+    """One JSON text with a final newline."""
+    return json.dumps(data, ensure_ascii=False, indent=indent) + "\n"
+
+
+def _identity(model: Medusa, sampling: SamplingConfig) -> dict[str, Any]:
+    tree = None
+    if model.heads is not None:
+        tree = {"name": model.tree.name, "nodes": model.tree.nodes, "depth": model.tree.depth}
+    return {
+        "schema": SCHEMA,
+        "model": model.name,
+        "heads": None if model.heads is None else model.heads.info.name,
+        "mode": "plain" if model.heads is None else "medusa",
+        "tree": tree,
+        "sampling": {**asdict(sampling), "lossy": sampling.lossy and model.heads is not None},
+    }
+
+
+def _step_ms(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    if not ordered:
+        return {"mean": 0.0, "p50": 0.0, "p95": 0.0}
+
+    def percentile(share: float) -> float:  # nearest rank
+        return round(1000 * ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3)
+
+    mean = round(1000 * fmean(ordered), 3)
+    return {"mean": mean, "p50": percentile(0.5), "p95": percentile(0.95)}
+
+
+def _peak_bytes(model: Medusa) -> int:
+    """Peak memory of the GPU that the model runs on, else of this process."""
+    if model.base.device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(model.base.device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes

@@ -29,7 +29,8 @@ def keyed_gumbel(
     device: torch.device,
 ) -> Tensor:  # [V]
     """Standard Gumbel noise, a pure function of (seed, position, token id)."""
-    state = _mix(_mix(torch.tensor(seed, device=device)) + position * _GAMMA)  # []
+    at = torch.as_tensor(position, device=device)
+    state = _mix(_mix(torch.tensor(seed, device=device)) + at * _GAMMA)  # []
     tokens = torch.arange(1, vocab_size + 1, device=device)
     bits = _mix(state + tokens * _GAMMA) >> 11 & (1 << 53) - 1  # [V], 53 uniform bits
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-53

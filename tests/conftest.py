@@ -53,9 +53,7 @@ def _llama() -> PreTrainedModel:
 
 
 def _mistral() -> PreTrainedModel:
-    return MistralForCausalLM(
-        MistralConfig(num_key_value_heads=2, sliding_window=WINDOW, **_SIZES)
-    )
+    return MistralForCausalLM(MistralConfig(num_key_value_heads=2, sliding_window=WINDOW, **_SIZES))
 
 
 def _qwen2() -> PreTrainedModel:
@@ -145,7 +143,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def head_tensors(
-    heads: int, layers: int = 1, *, lm_head: bool = True, conditioned: bool = False, rows: int = VOCAB
+    heads: int,
+    layers: int = 1,
+    *,
+    lm_head: bool = True,
+    conditioned: bool = False,
+    rows: int = VOCAB,
 ) -> dict[str, Tensor]:
     """Random head tensors under the names of the official layout."""
     generator = torch.Generator().manual_seed(7)

@@ -14,7 +14,9 @@ CPU = torch.device("cpu")
 
 def rows_of(cache: KVCache) -> list[torch.Tensor]:
     return [
-        buffer[:, :, : layer.rows] for layer in cache.layers for buffer in (layer.keys, layer.values)
+        buffer[:, :, : layer.rows]
+        for layer in cache.layers
+        for buffer in (layer.keys, layer.values)
     ]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from conftest import CONTEXT, EOS, VOCAB, RandomDrafter, ScriptedDrafter, tiny_base, tiny_module
+from conftest import CONTEXT, EOS, RandomDrafter, ScriptedDrafter, tiny_base, tiny_module
 from medusa_cli.config import FinishReason, SamplingConfig
 from medusa_cli.decoding.decode import Budget, DecodeStep, Drafter, decode
 from medusa_cli.decoding.sampling import Sampler
@@ -295,5 +295,3 @@ def _on_cpu(propose):  # type: ignore[no-untyped-def]
             return propose(*arguments)
 
     return on_cpu
-
-

@@ -128,14 +128,15 @@ def generate(
     if trace and not streams.stdout.isatty() and not quiet:
         streams.note("medusa: --trace colours text on a terminal only")
 
-    quiet_libraries(offline=offline, progress=streams.stderr.isatty() and not quiet)
-    from medusa_cli.cli.answer import Answerer
     from medusa_cli.cli.loading import LoadProgress
-    from medusa_cli.models.loader import LoadOptions
-    from medusa_cli.session import load
 
     started = time.perf_counter()
     with LoadProgress(streams, model, quiet=quiet) as report:
+        quiet_libraries(offline=offline, progress=streams.stderr.isatty() and not quiet)
+        from medusa_cli.cli.answer import Answerer
+        from medusa_cli.models.loader import LoadOptions
+        from medusa_cli.session import load
+
         loaded = load(
             model,
             heads=heads,

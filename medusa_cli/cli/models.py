@@ -82,11 +82,12 @@ def list_models(
 def fetch(name: str, offline: Offline = False, quiet: Quiet = False) -> None:
     """Download a model and its heads without running it."""
     streams = Streams.of_process()
-    quiet_libraries(offline=offline, progress=streams.stderr.isatty() and not quiet)
     from medusa_cli.cli.loading import LoadProgress
-    from medusa_cli.models.sources import Finder
 
     with LoadProgress(streams, name, quiet=quiet) as report:
+        quiet_libraries(offline=offline, progress=streams.stderr.isatty() and not quiet)
+        from medusa_cli.models.sources import Finder
+
         source = Finder(offline=offline, report=report).find(name)
     streams.write(f"{source.folder}\n")
 

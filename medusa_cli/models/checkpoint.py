@@ -138,7 +138,7 @@ def _group(tensors: dict[str, Tensor], where: Path) -> list[_HeadTensors]:
 
 def _check_complete(groups: list[_HeadTensors], where: Path) -> None:
     """Every head has the same layers, each with weight and bias, and its LM head behind them."""
-    layers = max(group.layers() for group in groups)
+    layers = max(max(group.layers(), group.lm_head_index or 0) for group in groups)
     conditioned = any(group.input for group in groups)
     own_lm_head = any(group.lm_head is not None for group in groups)
     for h, group in enumerate(groups):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medusa_cli.errors import CheckpointError, UnsupportedModelError, UsageError
+from medusa_cli.errors import CheckpointError, MedusaError, UnsupportedModelError, UsageError
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.progress import Report, Stage
 from medusa_cli.models.sources import Source
@@ -50,20 +50,25 @@ def load_base(source: Source, options: LoadOptions, report: Report) -> BaseModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = {"trust_remote_code": options.trust_remote_code}
-    device_map = options.device_map or {"": _device(options.device)}
+    device = _device(options.device)
     try:
         config = AutoConfig.from_pretrained(source.folder, **trust)
-        dtype = _dtype(options, config)
+        dtype = _dtype(options, device, config)
         _announce(source, dtype, report)
         module = AutoModelForCausalLM.from_pretrained(
-            source.folder, config=config, dtype=dtype, device_map=device_map, **trust
+            source.folder,
+            config=config,
+            dtype=dtype,
+            device_map=options.device_map or {"": device},
+            **trust,
         )
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise _unloadable(source, error) from None
-    except (RuntimeError, NotImplementedError) as error:
+    except MedusaError:
+        raise
+    except Exception as error:
+        # What transformers raises on damaged files is open-ended; lack of memory is not damage.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise
-        raise _unloadable(source, error) from None
+        raise _unloadable(f"'{source.name}' in {source.folder}", error) from None
     return BaseModel(module)
 
 
@@ -79,11 +84,8 @@ def load_tokenizer(source: Source, options: LoadOptions) -> "PreTrainedTokenizer
         return AutoTokenizer.from_pretrained(
             source.folder, trust_remote_code=options.trust_remote_code
         )
-    except Exception as error:  # noqa: BLE001  # tokenizers raises bare Exception on bad files
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"the tokenizer in {source.folder} cannot be loaded: {reason}"
-        ) from None
+    except Exception as error:  # noqa: BLE001  # what bad files raise is open-ended
+        raise _unloadable(f"the tokenizer in {source.folder}", error) from None
 
 
 def _device(name: str) -> torch.device:
@@ -105,14 +107,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(options: LoadOptions, config: Any) -> torch.dtype:
+def _dtype(options: LoadOptions, device: torch.device, config: Any) -> torch.dtype:
     """Half precision on an accelerator, float32 on a CPU, unless the user says otherwise."""
     if options.dtype != "auto":
         if options.dtype not in DTYPES:
             raise UsageError(f"--dtype must be auto, {', '.join(DTYPES)}, not '{options.dtype}'")
         return DTYPES[options.dtype]
-    on_cpu = options.device_map is None and _device(options.device).type == "cpu"
-    if on_cpu or (options.device_map is not None and not torch.cuda.is_available()):
+    if device.type == "cpu":
         return torch.float32
     own = getattr(config.get_text_config(), "dtype", None)
     if own in HALF and (own is not torch.bfloat16 or _has_bfloat16()):
@@ -137,9 +138,9 @@ def _announce(source: Source, dtype: torch.dtype, report: Report) -> None:
         report(Stage(f"{text}, {human_bytes(free)} of main memory are free"))
 
 
-def _unloadable(source: Source, error: Exception) -> CheckpointError:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return CheckpointError(f"'{source.name}' in {source.folder} cannot be loaded: {reason}")
+def _unloadable(what: str, error: Exception) -> CheckpointError:
+    reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+    return CheckpointError(f"{what} cannot be loaded: {reason}")
 
 
 def _check_transformers() -> None:

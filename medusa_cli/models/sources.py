@@ -10,6 +10,8 @@ from medusa_cli.models.embedded import ensure_embedded
 from medusa_cli.models.progress import Report, silent
 from medusa_cli.models.tensor_files import read_json
 
+MODEL_FILES = ("model*.safetensors", "pytorch_model*.bin")
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -119,12 +121,12 @@ class Finder:
 
 def _base_of_heads(folder: Path) -> str | None:
     """The base model's name when a folder holds heads alone; None when it holds a model."""
+    has_heads = any((folder / name).is_file() for name in HEADS_FILES)
+    has_model = any(any(folder.glob(pattern)) for pattern in MODEL_FILES)
+    if has_model or not has_heads:
+        return None
     config_file = folder / "config.json"
-    if not config_file.is_file() or not any((folder / name).is_file() for name in HEADS_FILES):
-        return None
-    config = read_json(config_file)
-    if "num_hidden_layers" in config or "n_layer" in config:
-        return None
+    config = read_json(config_file) if config_file.is_file() else {}
     base = config.get("base_model_name_or_path", config.get("base_model"))
     if not isinstance(base, str) or base in ("", "N/A"):
         raise ModelNotFoundError(

@@ -1,5 +1,6 @@
 """Tiny models, a byte tokenizer and scripted drafters that the tests share."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,13 +172,17 @@ def head_tensors(
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A tiny Llama with tokenizer, chat template and v1 heads, as files."""
+    """A tiny Llama with tokenizer, chat template and v1 heads, as files.
+
+    `all.json` is a tree of every single token: its steps always accept one draft.
+    """
     from safetensors.torch import save_file
 
     folder = tmp_path / "tiny"
     tiny_module().save_pretrained(folder)
     byte_tokenizer(CHAT_TEMPLATE).save_pretrained(folder)
     save_file(head_tensors(4), folder / "medusa_lm_head.safetensors")
+    (folder / "all.json").write_text(json.dumps({"name": "all", "dense": [VOCAB]}))
     return folder
 
 

@@ -167,7 +167,7 @@ def test_every_sampling_flag_reaches_the_sampler(
     seed = () if "--seed" in arguments else ("--seed", "11")
     given = generate(model_folder, "-p", "Hi", *common, *seed, *arguments)
     assert given.code == 0
-    assert given.err == ""
+    assert "no effect" not in given.err
     assert given.out != generate(model_folder, "-p", "Hi", *common, "--seed", "11").out
 
 
@@ -207,9 +207,8 @@ def test_system_template_and_stop(model_folder: Path, tmp_path: Path) -> None:
     templated = generate(
         model_folder, "-p", "Hi", "-n", "30", "--ignore-eos", "--template", str(template)
     )
-    assert (
-        templated.out == generate(model_folder, "-p", "Hi", "-n", "30", "--ignore-eos", "--raw").out
-    )
+    raw = generate(model_folder, "-p", "Hi", "-n", "30", "--ignore-eos", "--raw")
+    assert templated.out == raw.out
     stop = next(usual.out[i] for i in range(5, 30) if usual.out[i].isascii())
     stopped = generate(model_folder, "-p", "Hi", "-n", "30", "--ignore-eos", "--stop", stop)
     assert stopped.out == usual.out[: usual.out.index(stop)]

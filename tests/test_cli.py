@@ -198,6 +198,30 @@ def test_model_defaults_are_taken_when_asked_for(model_folder: Path) -> None:
     assert generate(model_folder, *arguments).json["sampling"]["temperature"] == 0.2
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--device", "cpu"),
+        ("--device-map", "auto"),
+        ("--dtype", "float32"),
+        ("--trust-remote-code",),
+        ("--revision", "main"),
+    ],
+)
+def test_loading_flags_load_the_same_model(model_folder: Path, arguments: tuple[str, ...]) -> None:
+    usual = generate(model_folder, "-p", "Hi", "-n", "9")
+    given = generate(model_folder, "-p", "Hi", "-n", "9", *arguments)
+    assert (given.code, given.out) == (0, usual.out)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_and_agrees_with_itself(model_folder: Path, dtype: str) -> None:
+    arguments = ("-p", "Hi", "-n", "9", "--dtype", dtype)
+    given = generate(model_folder, *arguments)
+    assert given.code == 0
+    assert given.out == generate(model_folder, *arguments, "--plain").out
+
+
 def test_system_template_and_stop(model_folder: Path, tmp_path: Path) -> None:
     usual = generate(model_folder, "-p", "Hi", "-n", "30", "--ignore-eos")
     with_system = generate(model_folder, "-p", "Hi", "-n", "30", "--ignore-eos", "--system", "Be.")
@@ -244,6 +268,8 @@ def test_context_fills_with_exit_code_0(model_folder: Path) -> None:
         (("-p", "x", "--plain", "--tree", "mc_sim_7b_63"), "", "drop --heads and --tree"),
         (("-p", "x", "--device", "cpu", "--device-map", "auto"), "", "drop --device"),
         (("-p", "x", "--device", "cuda:9"), "", "no such device"),
+        (("-p", "x", "--device-map", "everywhere"), "", "--device-map must be one of"),
+        (("-p", "x", "--trace", "--format", "json"), "", "drop --batch and --format"),
         (("-p", "x", "--dtype", "int3"), "", "--dtype must be auto"),
         (("-p", "x", "--raw", "--system", "s"), "", "drop --system"),
         (("-p", "x", "--batch", "f"), "", "drop -p and -f"),

@@ -1,5 +1,6 @@
 """Finding models and heads: aliases, directories, hub repositories, and what is refused."""
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +113,7 @@ def test_a_folder_without_heads_is_refused(base_folder: Path, tmp_path: Path) ->
 
 def test_offline_and_not_cached_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="not in the hub's cache"):
+    with pytest.raises(ModelNotFoundError, match="not whole in the hub's cache"):
         Finder(offline=True).find("lmsys/vicuna-7b-v1.3")
 
 
@@ -124,6 +125,7 @@ class FakeHub:
     ) -> None:
         self.downloads: list[tuple[str, list[str]]] = []
         self.repositories = {"owner/there"}
+        self.cached: Path | None = None
         fake = self
 
         def snapshot_download(
@@ -134,8 +136,10 @@ class FakeHub:
             allow_patterns: Any = None,
         ) -> str:
             del revision
-            if local_files_only:
+            if local_files_only and fake.cached is None:
                 raise huggingface_hub.errors.LocalEntryNotFoundError("not cached")
+            if local_files_only:
+                return str(fake.cached)
             fake.downloads.append((repository, allow_patterns))
             return str(folder)
 
@@ -168,6 +172,48 @@ def test_safetensors_are_preferred_and_large_downloads_announced(
     assert "a.bin" not in patterns
     assert "600 MB" in heard[0].text
     assert "free" in heard[0].text
+
+
+def test_what_an_interrupted_download_left_is_completed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = FakeHub(monkeypatch, tmp_path / "complete", {"a.safetensors": 10})
+    fake.cached = tmp_path / "cached"
+    fake.cached.mkdir()
+
+    def fetched(*, offline: bool = False) -> Path:
+        return hub.fetch("owner/there", None, lambda _stage: None, offline=offline)
+
+    (fake.cached / "config.json").write_text("{}")
+    assert fetched() == tmp_path / "complete"
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (fake.cached / "model.safetensors.index.json").write_text(json.dumps(index))
+    (fake.cached / "one.safetensors").write_text("")
+    assert fetched() == tmp_path / "complete"
+    with pytest.raises(ModelNotFoundError, match="not whole"):
+        fetched(offline=True)
+    (fake.cached / "two.safetensors").write_text("")
+    assert fetched() == fetched(offline=True) == fake.cached
+
+
+def test_heads_are_fetched_beside_weights_of_another_format(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = FakeHub(monkeypatch, tmp_path, {"model.safetensors": 1, "medusa_lm_head.pt": 1})
+    hub.fetch("owner/there", None, lambda _stage: None, offline=False)
+    ((_, patterns),) = fake.downloads
+    assert {"model.safetensors", "medusa_lm_head.pt"} <= set(patterns)
+
+
+def test_a_disk_that_fills_up_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    FakeHub(monkeypatch, tmp_path, {"a.safetensors": 10})
+
+    def fill_up(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fill_up)
+    with pytest.raises(StorageError, match="disk filled up"):
+        hub.fetch("owner/there", None, lambda _stage: None, offline=False)
 
 
 def test_the_first_published_name_that_exists_is_taken(

@@ -4,6 +4,7 @@
 shows only with `MEDUSA_DEBUG=1`.
 """
 
+import contextlib
 import errno
 import os
 import sys
@@ -62,8 +63,7 @@ class Boundary(TyperGroup):
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # The reader has gone: what is still buffered must not fail again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _abandon_stdout()
             raise typer.Exit(0) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
@@ -72,6 +72,8 @@ class Boundary(TyperGroup):
         except Exception as error:  # noqa: BLE001  # the boundary: nothing leaves as a traceback
             if os.environ.get("MEDUSA_DEBUG") == "1":
                 raise
+            if isinstance(error, OSError):
+                _abandon_stdout()
             code, message = explain(error)
             _complain(f"medusa: {message}")
             raise typer.Exit(code) from None
@@ -91,6 +93,11 @@ def explain(error: Exception) -> tuple[int, str]:
     return 1, f"{text} (MEDUSA_DEBUG=1 shows where)"
 
 
+def _abandon_stdout() -> None:
+    """Sends what is still buffered nowhere: it must not fail once more at exit."""
+    with contextlib.suppress(OSError):  # a stream of a test has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _complain(message: str) -> None:
-    sys.stdout.flush()
     print(message, file=sys.stderr)

@@ -121,6 +121,8 @@ def generate(
         raise UsageError("--batch brings its own prompts: drop -p and -f")
     if batch is not None and format_ is not Format.TEXT:
         raise UsageError("--batch always prints one JSON object a line: drop --format")
+    if trace and (batch is not None or format_ is not Format.TEXT):
+        raise UsageError("--trace colours text on a terminal: drop --batch and --format")
     if batch is None:
         items = [BatchItem(None, read_prompt(prompt, file, streams))]
     else:

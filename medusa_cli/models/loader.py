@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 TRANSFORMERS_RANGE = ">=5.24,<6"
 LARGE_BYTES = 1_000_000_000  # a load from this size on is announced
 HALF = (torch.float16, torch.bfloat16)
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,10 +52,14 @@ def load_base(source: Source, options: LoadOptions, report: Report) -> BaseModel
 
     trust = {"trust_remote_code": options.trust_remote_code}
     device = _device(options.device)
+    if options.device_map not in (None, *DEVICE_MAPS):
+        raise UsageError(
+            f"--device-map must be one of {', '.join(DEVICE_MAPS)}, not '{options.device_map}'"
+        )
     try:
         config = AutoConfig.from_pretrained(source.folder, **trust)
         dtype = _dtype(options, device, config)
-        _announce(source, dtype, report)
+        _announce(source, config, dtype, device, report)
         module = AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
@@ -125,17 +130,26 @@ def _has_bfloat16() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
-def _announce(source: Source, dtype: torch.dtype, report: Report) -> None:
+def _announce(
+    source: Source, config: Any, dtype: torch.dtype, device: torch.device, report: Report
+) -> None:
     """Says what a large load needs and what there is; the user can stop it in time."""
     import psutil
 
-    files = [p for p in source.folder.iterdir() if p.suffix in (".safetensors", ".bin")]
-    on_disk = sum(path.stat().st_size for path in files)
-    needed = source.entry.parameters * dtype.itemsize or on_disk
-    free = psutil.virtual_memory().available
+    needed = source.entry.parameters * dtype.itemsize
+    if needed == 0:
+        files = [p for p in source.folder.iterdir() if p.suffix in (".safetensors", ".bin")]
+        stored = getattr(config.get_text_config(), "dtype", None) or dtype
+        needed = sum(p.stat().st_size for p in files) * dtype.itemsize // stored.itemsize
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     if needed > min(LARGE_BYTES, free):
-        text = f"loading {source.name}: needs about {human_bytes(needed)} of memory"
-        report(Stage(f"{text}, {human_bytes(free)} of main memory are free"))
+        report(
+            Stage(
+                f"loading {source.name}: needs about {human_bytes(needed)} of "
+                f"{'GPU ' if on_gpu else ''}memory, {human_bytes(free)} are free"
+            )
+        )
 
 
 def _unloadable(what: str, error: Exception) -> CheckpointError:

@@ -235,11 +235,14 @@ def test_a_download_larger_than_the_disk_is_refused(
         hub.fetch("owner/there", None, lambda _stage: None, offline=False)
 
 
-def test_no_network_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ConnectionError, type("HttpLibraryError", (Exception,), {})])
+def test_no_network_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[Exception]
+) -> None:
     fake = FakeHub(monkeypatch, tmp_path, {})
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
-        raise ConnectionError("Name or service not known")
+        raise error("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
     with pytest.raises(ModelNotFoundError, match="Check the network"):

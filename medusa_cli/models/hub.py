@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_cli.errors import ModelNotFoundError, StorageError
+from medusa_cli.errors import MedusaError, ModelNotFoundError, StorageError
 from medusa_cli.models.progress import Report, Stage
 from medusa_cli.models.storage import human_bytes
 from medusa_cli.models.tensor_files import read_json
@@ -45,9 +45,7 @@ def fetch(repository: str, revision: str | None, report: Report, *, offline: boo
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -79,7 +77,9 @@ def fetch(repository: str, revision: str | None, report: Report, *, offline: boo
             f"the hub has no model '{repository}', or it is private (then: `hf auth login`).\n"
             "`medusa models` lists known names."
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except MedusaError:
+        raise
+    except Exception as error:  # noqa: BLE001  # the hub's HTTP library differs by its release
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise StorageError(
                 f"the disk filled up while '{repository}' was fetched: make room and run again; "

@@ -8,6 +8,7 @@ import typer
 from medusa_cli import __version__
 from medusa_cli.cli import models
 from medusa_cli.cli.boundary import Boundary
+from medusa_cli.cli.chat import chat
 from medusa_cli.cli.generate import generate
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+app.command()(chat)
 app.command()(generate)
 app.add_typer(models.app, name="models")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from medusa_cli.cli import options as opt
-from medusa_cli.cli.libraries import quiet_libraries
+from medusa_cli.cli.opening import check_conflicts, open_model
 from medusa_cli.cli.prompt_input import BatchItem, read_batch, read_prompt, read_text
 from medusa_cli.cli.request import Format, Request
 from medusa_cli.cli.streams import Streams
@@ -86,7 +86,7 @@ def generate(
     The accept length of a step counts the tokens accepted by that forward, base token included.
     """
     streams = Streams.of_process()
-    opt.check_conflicts(plain=plain, heads=heads, tree=tree, device=device, device_map=device_map)
+    check_conflicts(plain=plain, heads=heads, tree=tree, device=device, device_map=device_map)
     if chat is False and (system is not None or template is not None):
         raise UsageError("--raw continues the text as it is: drop --system and --template")
     given = opt.given(
@@ -130,25 +130,23 @@ def generate(
     if trace and not streams.stdout.isatty() and not quiet:
         streams.note("medusa: --trace colours text on a terminal only")
 
-    from medusa_cli.cli.loading import LoadProgress
-
     started = time.perf_counter()
-    with LoadProgress(streams, model, quiet=quiet) as report:
-        quiet_libraries(offline=offline, progress=streams.stderr.isatty() and not quiet)
-        from medusa_cli.cli.answer import Answerer
-        from medusa_cli.models.loader import LoadOptions
-        from medusa_cli.session import load
+    loaded = open_model(
+        streams,
+        quiet=quiet,
+        model=model,
+        heads=heads,
+        tree=tree,
+        plain=plain,
+        device=device,
+        device_map=device_map,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        offline=offline,
+    )
+    from medusa_cli.cli.answer import Answerer
 
-        loaded = load(
-            model,
-            heads=heads,
-            tree=tree,
-            plain=plain,
-            options=LoadOptions(device, device_map, dtype, trust_remote_code),
-            revision=revision,
-            offline=offline,
-            report=report,
-        )
     answerer = Answerer(loaded, request, streams, time.perf_counter() - started)
     code = answerer.one(items[0]) if batch is None else answerer.batch(items)
     raise typer.Exit(code)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli.cli.libraries import quiet_libraries
+from medusa_cli.cli.opening import quiet_libraries
 from medusa_cli.cli.options import Offline, Plain, Quiet
 from medusa_cli.cli.streams import Streams
 from medusa_cli.errors import ModelNotFoundError, UsageError

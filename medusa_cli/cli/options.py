@@ -5,7 +5,6 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli.config import Acceptance
-from medusa_cli.errors import UsageError
 from medusa_cli.models.registry import entries
 
 _MODEL, _SAMPLING = "Model", "Sampling"
@@ -104,13 +103,3 @@ ModelDefaults = Annotated[
 def given(**values: Any) -> dict[str, Any]:
     """The options that were given on the command line: all but None."""
     return {name: value for name, value in values.items() if value is not None}
-
-
-def check_conflicts(
-    *, plain: bool, heads: str | None, tree: str | None, device: str, device_map: str | None
-) -> None:
-    """Raises `UsageError` where one option would silently switch another off."""
-    if plain and (heads is not None or tree is not None):
-        raise UsageError("--plain decodes without heads and tree: drop --heads and --tree")
-    if device_map is not None and device != "auto":
-        raise UsageError("--device-map chooses the devices itself: drop --device")

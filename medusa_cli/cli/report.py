@@ -3,7 +3,6 @@
 import json
 import math
 import platform
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -111,5 +110,11 @@ def _peak_bytes(model: Medusa) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(model.base.device)
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes

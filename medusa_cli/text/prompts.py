@@ -49,6 +49,31 @@ def encode_chat(
     )
 
 
+def continue_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    template: str | None,
+    before: Sequence[int],
+) -> list[int]:
+    """Like `encode_chat`, but what is there already keeps its ids.
+
+    Generated text often encodes to other ids than those it was generated as. Where the rendered
+    text starts with the text of `before`, those ids stay, and only the rest is encoded.
+
+    Args:
+        before: ids of the conversation so far, as fed to the model and emitted by it.
+    """
+    ids = encode_chat(tokenizer, messages, template)
+    known = tokenizer.decode(
+        list(before), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    text = render_chat(tokenizer, messages, template)
+    if not before or not text.startswith(known):
+        return ids
+    rest = tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"]
+    return [*before, *rest]
+
+
 def render_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], template: str | None
 ) -> str:

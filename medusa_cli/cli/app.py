@@ -1,13 +1,14 @@
 """The `medusa` command."""
 
 import signal
+import sys
 from typing import Annotated
 
 import typer
 
 from medusa_cli import __version__
 from medusa_cli.cli import models
-from medusa_cli.cli.boundary import Boundary
+from medusa_cli.cli.boundary import INTERRUPTED, Boundary
 from medusa_cli.cli.chat import chat
 from medusa_cli.cli.generate import generate
 
@@ -41,6 +42,8 @@ def main() -> None:
     """Entry point of the console script; exits the process."""
     try:
         app(prog_name="medusa")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     finally:
         # On the way out a further Ctrl-C has nothing left to stop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -27,7 +27,7 @@ class ChatInput(Protocol):
         ...
 
     def choose(self, question: str, letters: str) -> str:
-        """One of `letters`, as an answer to a question."""
+        """One of `letters`, as an answer to a question; the last one declines."""
         ...
 
 
@@ -61,9 +61,9 @@ class PipedInput:
         return without_quotes("\n".join(block))
 
     def choose(self, question: str, letters: str) -> str:
-        """A pipe cannot be asked. Raises `UsageError` with the question."""
-        del letters
-        raise UsageError(question)
+        """The last letter: a pipe cannot be asked."""
+        del question
+        return letters[-1]
 
     def _text_lines(self) -> Iterator[str]:
         for data in self._lines:

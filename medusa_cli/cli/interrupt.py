@@ -14,6 +14,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
     def handle(_signal: int, _frame: FrameType | None) -> None:
         nonlocal interrupted
         if interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing disturbs the cleaning up
             raise KeyboardInterrupt
         interrupted = True
 

@@ -99,9 +99,11 @@ class Repl:
         try:
             self._answer(user)
         except ContextLengthError as error:
-            question = f"{error}: drop the oldest turns, or stop? [d/s]"
-            if not self.chat.turns or self._input.choose(question, "ds") == "s":
+            if not self.terminal or not self.chat.turns:
                 raise
+            self.note(str(error))
+            if self._input.choose("drop the oldest turns, or stop? [d/s]", "ds") == "s":
+                return
             dropped = self.chat.drop_oldest(user)
             self.note(f"dropped the oldest {dropped} turns")
             self._answer(user)

@@ -101,7 +101,6 @@ class Answerer:
             footer = self._streams.live and not self._request.quiet
             with LiveText(self._streams.stdout, trace=self._request.trace, footer=footer) as screen:
                 result = _each_step(events, screen.show)
-            self._streams.write("\n")
             if footer:
                 self._streams.note(summary(result))
         else:

@@ -72,6 +72,8 @@ class LiveText:
         self._tokens = 0
         self._first_token = 0.0
         self._drawn = False
+        self._column = 0
+        self._wrapped = False  # whether the cursor stands behind a row that we ended ourselves
 
     def __enter__(self) -> Self:
         return self
@@ -84,6 +86,8 @@ class LiveText:
     ) -> None:
         self._erase_footer()
         self._finish()
+        if self._column > 0:
+            self._out.write("\n")
         self._out.flush()
 
     def show(self, step: Step) -> None:
@@ -95,13 +99,39 @@ class LiveText:
         self._erase_footer()
         self._append(step)
         if self._footer:
+            self._end_full_row()
             self._draw_footer(self._status())
         self._out.flush()
 
     def _append(self, step: Step) -> None:
         for piece in step.pieces:
-            for text, thought in self._thoughts.split(printable(piece.text)):
+            for text, thought in self._thoughts.split(self._placed(printable(piece.text))):
                 self._out.write(self._styled(text, piece.depth, thought))
+
+    def _placed(self, text: str) -> str:
+        """The text as it continues at the cursor, whose column is kept."""
+        if text and self._wrapped:
+            self._wrapped = False
+            text = text.removeprefix("\n")  # the row has ended already
+        columns = shutil.get_terminal_size().columns
+        for char in text:
+            width = 8 - self._column % 8 if char == "\t" else cell_len(char)
+            if char == "\n":
+                self._column = 0
+            elif self._column + width > columns:
+                self._column = columns if char == "\t" else width
+            else:
+                self._column += width
+        return text
+
+    def _end_full_row(self) -> None:
+        """Moves the cursor from behind a full row to the next one.
+
+        There it waits to wrap, and not every terminal saves and restores that with the cursor.
+        """
+        if self._column == shutil.get_terminal_size().columns:
+            self._out.write(" \b")
+            self._column, self._wrapped = 0, True
 
     def _finish(self) -> None:
         """Writes what was kept for the end: nothing, here."""

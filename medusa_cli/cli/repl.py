@@ -159,7 +159,7 @@ class Repl:
                 elif isinstance(event, Step):
                     self.streams.write(event.text)
         assert result is not None, "a stream ends with its result"
-        if not (self.terminal and self.markdown):
+        if not self.terminal:
             self.streams.write("\n")
         return result
 

@@ -70,6 +70,12 @@ class SamplingConfig:
     greedy_root: bool = False
 
     def __post_init__(self) -> None:
+        try:  # a plain string will do in Python
+            object.__setattr__(self, "acceptance", Acceptance(self.acceptance))
+        except ValueError:
+            raise UsageError(
+                f"--acceptance must be lossless or typical, not '{self.acceptance}'"
+            ) from None
         inf = float("inf")
         _check("temperature", self.temperature, 0 <= self.temperature < inf, "at least 0")
         _check("top-p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")

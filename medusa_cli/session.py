@@ -1,7 +1,7 @@
 """`Medusa`: a loaded model with its heads, ready to generate. The command line is built on it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -161,7 +161,7 @@ class Medusa:
         chat: bool | None = None,
         cache: KVCache | None = None,
         should_stop: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Event]:
+    ) -> Generator[Event]:
         """Generates one answer: `Started`, a `Step` for each forward, then the `Result`.
 
         Args:

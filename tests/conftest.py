@@ -212,7 +212,7 @@ class ScriptedDrafter:
             if self.rank is not None:
                 row[min(self.rank, candidates - 1)] = true
             rows.append(row)
-        return torch.tensor(rows)
+        return torch.tensor(rows, device="cpu")  # whatever the default device is
 
 
 @dataclass

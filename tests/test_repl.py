@@ -344,6 +344,7 @@ def test_the_context_fills_and_the_user_is_asked(
     terminal.send("c" * 20 + "\r")
     terminal.expect("drop the oldest turns, or stop? [d/s]")
     terminal.send("s\r")
+    terminal.expect("the message was not sent")
     terminal.expect(PROMPT)
     assert users(environment) == ["a" * 20, "b" * 20]
     terminal.send("c" * 20 + "\r")

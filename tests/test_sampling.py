@@ -237,11 +237,18 @@ def test_half_precision_logits_are_warped_in_float32() -> None:
         {"epsilon": 0.0},
         {"delta": 1.0},
         {"acceptance": Acceptance.TYPICAL},
+        {"acceptance": "nonsense"},
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SamplingConfig(**values)
+
+
+def test_acceptance_may_be_given_as_text() -> None:
+    config = SamplingConfig(temperature=1.0, acceptance="typical")
+    assert config.acceptance is Acceptance.TYPICAL
+    assert config.lossy
 
 
 def test_a_seed_is_chosen_when_none_is_given() -> None:

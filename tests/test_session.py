@@ -3,6 +3,7 @@
 import json
 import socket
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from medusa_cli.errors import (
 )
 from medusa_cli.models import loader
 from medusa_cli.models.cache import KVCache
-from medusa_cli.models.heads import Heads
+from medusa_cli.models.heads import HeadKind, Heads, HeadsInfo
 from medusa_cli.session import Medusa
 from medusa_cli.text.events import Result, Started, Step
 
@@ -111,6 +112,14 @@ def test_heads_recommend_their_tree(model_folder: Path, tmp_path: Path) -> None:
     assert medusa_cli.load(str(model_folder), heads=str(tmp_path)).tree.name == "zephyr_stage2"
 
 
+class ScriptedHeads(Heads):
+    """Heads that propose what a scripted drafter does."""
+
+    def __init__(self, drafter: ScriptedDrafter) -> None:
+        self.info = HeadsInfo("scripted", HeadKind.MEDUSA, 4, 1, VOCAB)
+        self.propose = drafter.propose  # type: ignore[method-assign]  # the drafter's own
+
+
 def scripted(truth_from: int = 40, *, eos: bool = False) -> tuple[Medusa, KVCache, list[int]]:
     """A tiny model whose drafts are always right, its cache, and the ids of prompt and answer."""
     base = tiny_base()
@@ -121,9 +130,7 @@ def scripted(truth_from: int = 40, *, eos: bool = False) -> tuple[Medusa, KVCach
     truth = prompt + list(plain.generate("Hello", limits=limits).token_ids)
     cache = KVCache()
     drafter = ScriptedDrafter(cache, truth, rank=0)
-    heads = object.__new__(Heads)
-    heads.propose = drafter.propose  # type: ignore[method-assign]
-    heads.info = medusa_cli.models.heads.HeadsInfo("scripted", "medusa", 4, 1, VOCAB)
+    heads = ScriptedHeads(drafter)
     if eos:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(truth[12])
     tree = static_tree("chain", [[0], [0, 0], [0, 0, 0]])
@@ -188,8 +195,9 @@ def test_a_consumer_that_leaves_early_finds_a_right_cache() -> None:
     model, cache, truth = scripted()
     stream = model.stream("Hello", cache=cache, limits=Limits(max_new_tokens=30, ignore_eos=True))
     next(stream)
-    emitted = [t for _ in range(3) for t in next(stream).token_ids]  # type: ignore[union-attr]
-    stream.close()  # type: ignore[attr-defined]
+    taken = [event for event in islice(stream, 3) if isinstance(event, Step)]
+    emitted = [token for step in taken for token in step.token_ids]
+    stream.close()
     assert cache.ids == truth[: 5 + len(emitted) - 1]
 
 
@@ -224,7 +232,7 @@ def test_heads_that_never_help_are_warned_about() -> None:
     assert model.heads is not None
     useless = ScriptedDrafter(cache, [], rank=None)
     useless.truth = [0] * 200
-    model.heads.propose = useless.propose  # type: ignore[method-assign]
+    model = replace(model, heads=ScriptedHeads(useless))
     limits = Limits(max_new_tokens=30, ignore_eos=True)
     *_, result = model.stream("Hello", limits=limits, cache=cache)
     assert isinstance(result, Result)

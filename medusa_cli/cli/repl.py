@@ -12,7 +12,7 @@ from medusa_cli.cli.interrupt import interruptible
 from medusa_cli.cli.live import LiveText, MarkdownText, summary
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import FinishReason
-from medusa_cli.errors import ContextLengthError, MedusaError, StorageError
+from medusa_cli.errors import ContextLengthError, MedusaError, StorageError, UsageError
 from medusa_cli.text.events import Result, Started, Step
 
 NEARLY_FULL = 0.9  # share of the context from which on the user is told what is left
@@ -103,7 +103,7 @@ class Repl:
                 raise
             self.note(str(error))
             if self._input.choose("drop the oldest turns, or stop? [d/s]", "ds") == "s":
-                return
+                raise UsageError("the message was not sent") from None
             dropped = self.chat.drop_oldest(user)
             self.note(f"dropped the oldest {dropped} turns")
             self._answer(user)
@@ -142,11 +142,11 @@ class Repl:
             self._remarks(result)
 
     def _show(self, user: str, should_stop: Callable[[], bool]) -> Result:
-        events = self.chat.ask(user, should_stop)
-        started = next(events)
-        assert isinstance(started, Started)
         result: Result | None = None
         with contextlib.ExitStack() as stack:
+            events = stack.enter_context(contextlib.closing(self.chat.ask(user, should_stop)))
+            started = next(events)
+            assert isinstance(started, Started)
             screen: LiveText | None = None
             if self.terminal:
                 stack.enter_context(keys_unseen(self.streams))

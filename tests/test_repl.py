@@ -21,9 +21,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Runs the command line on a model that answers every prompt with $ANSWER, a step in $DELAY
-# seconds, and writes the rows of each forward to $ROWS.
+# seconds, and writes the rows of each forward to $ROWS. No file may grow beyond $FILE_SIZE bytes.
 SCRIPTED = """
-import os, sys, time
+import os, resource, sys, time
+size = int(os.environ.get("FILE_SIZE", resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 from medusa_cli.models.base import BaseModel, ForwardOutput
 answer = [*os.environ["ANSWER"].encode(), 257]
 forward, start = BaseModel._forward, 0
@@ -184,6 +186,35 @@ def test_keys(start: Start, environment: dict[str, str]) -> None:
     folder = Path(environment["XDG_STATE_HOME"]) / "medusa-cli"
     for name in ("history", "last-chat.json"):
         assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
+
+
+def test_editing_keys(start: Start, environment: dict[str, str], tmp_path: Path) -> None:
+    """Ctrl-R finds an earlier message, Ctrl-X Ctrl-E edits in $EDITOR, Tab completes."""
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nprintf 'from the editor' > \"$1\"\n")
+    editor.chmod(0o755)
+    terminal = start(EDITOR=str(editor), VISUAL=str(editor))
+    terminal.ask("a needle in the hay", ANSWERED)
+    terminal.ask("something else", ANSWERED)
+    terminal.send("\x12needle")
+    terminal.expect("hay")
+    terminal.send("\r")
+    terminal.ask("", ANSWERED)
+    terminal.send("\x18\x05")
+    terminal.expect("from the editor")
+    terminal.ask("", ANSWERED)
+    assert users(environment) == [
+        "a needle in the hay",
+        "something else",
+        "a needle in the hay",
+        "from the editor",
+    ]
+    terminal.send(f"/und{TAB}")
+    terminal.expect("/undo")
+    terminal.ask("", "took back: from the editor")
+    terminal.send(f"/tree zeph{TAB}")
+    terminal.expect("zephyr_stage2")
+    terminal.ask("", "tree zephyr_stage2")
 
 
 def test_history_and_continue(start: Start, environment: dict[str, str]) -> None:
@@ -404,6 +435,21 @@ def test_a_model_without_a_template_says_what_to_do(
     done = piped(model_folder, environment, b"hi\n")
     assert done.returncode == 2
     assert b"--template FILE" in done.stderr
+
+
+def test_a_save_that_does_not_fit_leaves_the_old_file(start: Start, tmp_path: Path) -> None:
+    terminal = start(FILE_SIZE="700")
+    saved = tmp_path / "saved" / "chat.json"
+    saved.parent.mkdir()
+    terminal.ask("one", ANSWERED)
+    terminal.ask(f"/save {saved}", "saved 1 turns")
+    before = saved.read_text()
+    terminal.ask("x" * 700, "not kept for --continue")
+    terminal.ask(f"/save {saved}", "cannot be written: File too large")
+    assert saved.read_text() == before
+    assert list(saved.parent.iterdir()) == [saved]
+    terminal.ask("/undo", "took back")
+    terminal.ask("two", ANSWERED)
 
 
 def test_a_full_disk_during_save_leaves_the_old_file(

@@ -9,6 +9,7 @@ from typing import Protocol
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
+from prompt_toolkit.filters import is_searching
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -155,7 +156,8 @@ def keys_unseen(streams: Streams) -> Iterator[None]:
 def _key_bindings() -> KeyBindings:
     bindings = KeyBindings()
 
-    @bindings.add("enter")
+    # While the history is searched, Enter and Ctrl-C belong to the search.
+    @bindings.add("enter", filter=~is_searching)
     def send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if is_open_block(buffer.text):
@@ -168,7 +170,7 @@ def _key_bindings() -> KeyBindings:
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    @bindings.add("c-c")
+    @bindings.add("c-c", filter=~is_searching)
     def clear(event: KeyPressEvent) -> None:
         event.current_buffer.reset()
 

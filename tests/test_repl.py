@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import random
 import re
 import select
 import stat
@@ -325,6 +326,27 @@ def test_two_interrupts_leave_with_130(start: Start) -> None:
     after = termios.tcgetattr(terminal.master)
     assert after[3] & termios.ECHO
     assert after[3] & termios.ICANON
+
+
+def test_fifty_interrupts_lose_nothing(start: Start, environment: dict[str, str]) -> None:
+    """Pressed at random moments; the next answer is whole."""
+    terminal = start(ANSWER="abcdefghij", DELAY="0.01")
+    randomness = random.Random(0)
+    for i in range(50):
+        terminal.send(f"{i}\r")
+        terminal.expect(re.compile(rb"\x1b\[\?2004l"))  # the line is sent
+        time.sleep(randomness.random() * 0.12)
+        terminal.send(CTRL_C)
+        terminal.expect(PROMPT)
+    terminal.ask("last", ANSWERED)
+    sent = [str(user) for user in users(environment)]
+    assert sent == [*map(str, range(50)), "last"]
+    answers = [m for m in last_chat(environment) if m["role"] == "assistant"]
+    assert answers[-1] == {"role": "assistant", "content": "abcdefghij"}
+    assert any("interrupted" in answer for answer in answers)
+    assert all("abcdefghij".startswith(str(answer["content"])) for answer in answers)
+    terminal.send(CTRL_D)
+    assert terminal.wait() == 0
 
 
 LINES = [f"line {i}." for i in range(190)]

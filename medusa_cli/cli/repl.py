@@ -1,14 +1,13 @@
 """The chat's read-eval-print loop: messages in, answers drawn, commands run."""
 
 import contextlib
-from collections.abc import Callable
 
 from medusa_cli.chat import Chat, Turn
 from medusa_cli.cli import session_file
 from medusa_cli.cli.boundary import exit_code
 from medusa_cli.cli.chat_input import ChatInput, keys_unseen
 from medusa_cli.cli.commands import Commands, Leave
-from medusa_cli.cli.interrupt import interruptible
+from medusa_cli.cli.interrupt import Interrupts, interruptible
 from medusa_cli.cli.live import LiveText, MarkdownText, summary
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import FinishReason
@@ -49,6 +48,7 @@ class Repl:
         self.draft = ""
         self._quiet = quiet
         self._input = source
+        self._interrupts = Interrupts()
         self._commands = Commands(self)
 
     def run(self) -> int:
@@ -56,10 +56,15 @@ class Repl:
 
         On pipes the code is that of the first message that failed.
         """
+        with interruptible() as self._interrupts:
+            return self._loop()
+
+    def _loop(self) -> int:
         code = 0
         while True:
             default, self.draft = self.draft, ""
             message = self._input.read(default)
+            self._interrupts.clear()
             if message is None:
                 return code
             if not message.strip():
@@ -134,17 +139,16 @@ class Repl:
                 self.note(f"this chat is not kept for --continue: {error}")
 
     def _answer(self, user: str) -> None:
-        with interruptible() as should_stop:
-            result = self._show(user, should_stop)
+        result = self._show(user)
         if result.finish_reason is FinishReason.INTERRUPTED:
             self.note("[interrupted]")
         if self.terminal and not self._quiet:
             self._remarks(result)
 
-    def _show(self, user: str, should_stop: Callable[[], bool]) -> Result:
+    def _show(self, user: str) -> Result:
         result: Result | None = None
         with contextlib.ExitStack() as stack:
-            events = stack.enter_context(contextlib.closing(self.chat.ask(user, should_stop)))
+            events = stack.enter_context(contextlib.closing(self.chat.ask(user, self._interrupts)))
             started = next(events)
             assert isinstance(started, Started)
             screen: LiveText | None = None

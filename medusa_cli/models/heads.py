@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  # the name that torch's own documentation uses
+from torch.nn import functional
 
 
 class HeadKind(StrEnum):
@@ -29,7 +29,7 @@ class ResidualLayer(nn.Module):
         self.linear = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., D] -> [..., D]
-        return x + F.silu(self.linear(x))
+        return x + functional.silu(self.linear(x))
 
 
 class Head(nn.Module):
@@ -52,7 +52,8 @@ class Head(nn.Module):
     ) -> Tensor:  # [..., D], the state that an LM head reads
         x = hidden
         if self.input is not None:
-            x = x + F.silu(self.input(torch.cat([hidden, cast(Tensor, embedding)], dim=-1)))
+            both = torch.cat([hidden, cast(Tensor, embedding)], dim=-1)  # [..., 2D]
+            x = x + functional.silu(self.input(both))
         for layer in self.layers:
             x = layer(x)
         return x

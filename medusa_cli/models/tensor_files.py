@@ -26,7 +26,7 @@ def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt", device="cpu") as file:
-                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # no mapping
                 return {name: file.get_tensor(name) for name in names}
         # Only the zip format, torch's own since 1.6, can be mapped.
         data = torch.load(

@@ -7,11 +7,11 @@ import typer
 
 from medusa_cli.cli import options as opt
 from medusa_cli.cli.opening import check_conflicts, open_model
-from medusa_cli.cli.prompt_input import read_text
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Limits, SamplingConfig
 from medusa_cli.errors import UsageError
 from medusa_cli.models.registry import DEFAULT_MODEL
+from medusa_cli.text.prompt_files import read_text
 
 
 def chat(

@@ -8,12 +8,13 @@ import typer
 
 from medusa_cli.cli import options as opt
 from medusa_cli.cli.opening import check_conflicts, open_model
-from medusa_cli.cli.prompt_input import BatchItem, read_batch, read_prompt, read_text
+from medusa_cli.cli.prompt_input import BatchItem, read_batch, read_prompt
 from medusa_cli.cli.request import Format, Request
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Limits, Overflow, SamplingConfig
 from medusa_cli.errors import UsageError
 from medusa_cli.models.registry import DEFAULT_MODEL
+from medusa_cli.text.prompt_files import read_text
 
 
 def generate(

@@ -1,14 +1,12 @@
 """Where `generate` takes its prompt from: option, file, standard input, or a batch file."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medusa_cli.cli.streams import Streams
 from medusa_cli.errors import UsageError
-
-_ROLES = ("system", "user", "assistant")
+from medusa_cli.text.prompt_files import decode_text, prompt_of, read_rows, read_text
 
 
 def read_prompt(prompt: str | None, file: str | None, streams: Streams) -> str:
@@ -23,7 +21,7 @@ def read_prompt(prompt: str | None, file: str | None, streams: Streams) -> str:
     if file is not None and file != "-":
         parts.append(read_text(Path(file)))
     elif file == "-" or not streams.stdin.isatty():
-        parts.append(_decode(streams.stdin.buffer.read(), "standard input"))
+        parts.append(decode_text(streams.stdin.buffer.read(), "standard input"))
     if prompt is not None:
         parts.append(_checked(prompt))
     if not parts:
@@ -53,59 +51,8 @@ def read_batch(file: Path) -> list[BatchItem]:
     Raises:
         UsageError: naming the first bad line and what is wrong with it.
     """
-    lines = enumerate(read_text(file).split("\n"), start=1)
-    items = [_batch_item(line, f"{file}, line {n}") for n, line in lines if line.strip()]
-    if not items:
-        raise UsageError(f"{file} holds no prompts")
-    return items
-
-
-def _batch_item(line: str, where: str) -> BatchItem:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}") from None
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise UsageError(f"{where} must be an object with either 'prompt' or 'messages'")
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
-            raise UsageError(f"{where}: 'prompt' must be text and not empty")
-        return BatchItem(row.get("id"), row["prompt"])
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise UsageError(f"{where}: 'messages' must be a list and not empty")
-    for message in messages:
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in _ROLES
-            or not isinstance(message.get("content"), str)
-        ):
-            raise UsageError(
-                f"{where}: each message needs a 'role' ({', '.join(_ROLES)}) and 'content'"
-            )
-    kept = [{"role": m["role"], "content": m["content"]} for m in messages]
-    return BatchItem(row.get("id"), kept)
-
-
-def read_text(path: Path) -> str:
-    """A text file without its final newline.
-
-    Raises:
-        UsageError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
-    return _decode(data, str(path))
-
-
-def _decode(data: bytes, where: str) -> str:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where} is not UTF-8 (byte {error.start}): convert it first") from None
-    return text.removesuffix("\n").removesuffix("\r")
+    rows = read_rows(file)
+    return [BatchItem(row.get("id"), prompt_of(row, f"{file}, line {n}")) for n, row in rows]
 
 
 def _checked(text: str) -> str:

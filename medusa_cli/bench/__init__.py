@@ -1,0 +1,1 @@
+"""Measuring: timed runs, statistics, reports, sweeps, roofline."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from medusa_cli.config import Limits, SamplingConfig
-from medusa_cli.decoding.decode import Budget, decode
+from medusa_cli.decoding.decode import Budget, DecodeStep, decode
 from medusa_cli.decoding.sampling import Sampler
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree, load_tree
 from medusa_cli.decoding.tree_buffers import tree_buffers
@@ -20,6 +20,7 @@ from medusa_cli.models.progress import Report, silent
 from medusa_cli.models.sources import Finder, Source
 from medusa_cli.text.detokenizer import Detokenizer
 from medusa_cli.text.events import Event, Result, Started, Step, text_steps
+from medusa_cli.text.prompt_files import Question
 from medusa_cli.text.prompts import (
     Message,
     encode_chat,
@@ -110,6 +111,11 @@ class Medusa:
         """Whether prompts can be rendered as a conversation."""
         return self.template is not None or self.tokenizer.chat_template is not None
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: the union of what model and tokenizer name."""
+        return self.base.eos_ids | eos_ids(self.tokenizer)
+
     def sampling_defaults(self) -> dict[str, float]:
         """The sampling values of the model's `generation_config`, by `SamplingConfig` field."""
         config = self.base.module.generation_config
@@ -138,6 +144,20 @@ class Medusa:
         ids = [item for item in prompt if isinstance(item, int)]
         messages = [item for item in prompt if not isinstance(item, int)]
         return ids or encode_chat(self.tokenizer, messages, self.template)
+
+    def encode_turn(self, question: Question, answers: Sequence[str]) -> list[int]:
+        """Prompt ids of the turn of a question that follows `answers`.
+
+        Raises:
+            UsageError: the chat template is missing or fails.
+        """
+        if isinstance(question.first, str) and not self.has_template:
+            return self.encode(question.first)
+        return self.encode(question.messages(answers))
+
+    def turns(self, question: Question) -> int:
+        """How many turns of a question can be asked: without a chat template only the first."""
+        return 1 + len(question.follow_ups) * self.has_template
 
     def generate(
         self,
@@ -183,16 +203,7 @@ class Medusa:
         ids = self.encode(prompt, chat=chat)
         ids = fit_context(ids, self.base.context_length, limits.on_overflow)
         yield Started(len(ids))
-        device = self.base.device
-        decoding = decode(
-            self.base,
-            self.heads,
-            tree_buffers(self.tree, device),
-            Sampler(sampling, device),
-            ids,
-            cache,
-            self._budget(limits),
-        )
+        decoding = self.decode(ids, sampling, limits, cache)
         # Raw text continues the prompt: its ids are the context of the first piece.
         detokenizer = Detokenizer(self.tokenizer, ids if self._is_raw(prompt, chat) else ())
         steps: list[Step] = []
@@ -207,16 +218,32 @@ class Medusa:
             cache.keep(len(ids) + sum(len(step.token_ids) for step in steps))
         yield self._result(len(ids), steps, sampling, ttft)
 
+    def decode(
+        self, ids: Sequence[int], sampling: SamplingConfig, limits: Limits, cache: KVCache
+    ) -> Generator[DecodeStep]:
+        """Decodes token ids to token ids: a step for each forward, without text and stop strings.
+
+        Args:
+            ids: the prompt, shorter than the context.
+            limits: its stop strings and overflow rule do not matter here.
+            cache: rows of an earlier generation to reuse; afterwards it holds this one's.
+        """
+        return decode(
+            self.base,
+            self.heads,
+            tree_buffers(self.tree, self.base.device),
+            Sampler(sampling, self.base.device),
+            ids,
+            cache,
+            Budget(
+                limits.max_new_tokens,
+                self.base.context_length,
+                frozenset() if limits.ignore_eos else self.eos_ids,
+            ),
+        )
+
     def _is_raw(self, prompt: Prompt, chat: bool | None) -> bool:
         return isinstance(prompt, str) and not (self.has_template if chat is None else chat)
-
-    def _budget(self, limits: Limits) -> Budget:
-        eos = self.base.eos_ids | eos_ids(self.tokenizer)
-        return Budget(
-            limits.max_new_tokens,
-            self.base.context_length,
-            frozenset() if limits.ignore_eos else eos,
-        )
 
     def _result(
         self, prompt_tokens: int, steps: list[Step], sampling: SamplingConfig, ttft: float

@@ -25,6 +25,21 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
+def to_text(tables: Sequence[Table]) -> str:
+    """Aligned columns, the first one to the left, however wide; the notes below."""
+    parts = []
+    for table in tables:
+        rows = [table.columns, *table.rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
+        lines = [table.title, ""]
+        for first, *others in rows:
+            cells = [first.ljust(widths[0])]
+            cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        parts.append("\n".join([*lines, *([""] if table.notes else []), *table.notes]))
+    return "\n\n".join(parts) + "\n"
+
+
 def to_markdown(tables: Sequence[Table]) -> str:
     """Markdown with a heading for each table."""
     parts = []

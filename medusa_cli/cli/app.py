@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from medusa_cli import __version__
-from medusa_cli.cli import models
+from medusa_cli.cli import models, tree
+from medusa_cli.cli.accuracy import accuracy
+from medusa_cli.cli.bench import bench
 from medusa_cli.cli.boundary import INTERRUPTED, Boundary
 from medusa_cli.cli.chat import chat
 from medusa_cli.cli.generate import generate
@@ -23,6 +25,9 @@ app = typer.Typer(
 )
 app.command()(chat)
 app.command()(generate)
+app.command()(bench)
+app.command()(accuracy)
+app.add_typer(tree.app, name="tree")
 app.add_typer(models.app, name="models")
 
 

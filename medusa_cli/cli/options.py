@@ -14,7 +14,8 @@ def _aliases(incomplete: str) -> list[str]:
     return [alias for alias in entries() if alias.startswith(incomplete)]
 
 
-def _trees(incomplete: str) -> list[str]:
+def complete_trees(incomplete: str) -> list[str]:
+    """Names of shipped trees that begin so."""
     from medusa_cli.decoding.tree import shipped_trees
 
     return [name for name in shipped_trees() if name.startswith(incomplete)]
@@ -37,7 +38,7 @@ Heads = Annotated[
 TreeName = Annotated[
     str | None,
     typer.Option(
-        "--tree", metavar="NAME|PATH", autocompletion=_trees,
+        "--tree", metavar="NAME|PATH", autocompletion=complete_trees,
         help="Tree of candidates: a shipped one or a JSON file. [default: suits the device]",
     ),
 ]  # fmt: skip

@@ -114,7 +114,7 @@ def decode(
             # A step emits one token more than it accepts drafts.
             step_tree = tree.limited(limit - emitted - 1)
             tokens = draft(drafter, hidden, pending, step_tree)  # [N]
-            hidden, pending, new = _verify(base, sampler, tokens, step_tree, cache)
+            hidden, pending, new = verify(base, sampler, tokens, step_tree, cache)
             accept_length = len(new)
     finally:
         cache.keep(len(prompt_ids) + emitted)
@@ -153,14 +153,18 @@ def _prefill(
     return output.hidden[0], pending
 
 
-def _verify(
+def verify(
     base: BaseModel,
     sampler: Sampler,
     tokens: Tensor,  # [N]
     tree: TreeBuffers,
     cache: KVCache,
 ) -> tuple[Tensor, Tensor, list[int]]:  # [D], [], A accepted drafts and the base token
-    """One verification: forward, acceptance, compaction."""
+    """One verification: forward, acceptance, compaction.
+
+    Returns the hidden row behind the accepted path, the next pending token, and on the host the
+    accepted drafts with that token.
+    """
     rows = len(cache.ids)  # L
     mask = tree_attention_mask(tree.ancestors, tree.depths, rows, base.layout, base.dtype)
     output = base.verify(tokens, rows + tree.depths, mask, cache)

@@ -98,6 +98,20 @@ class BaseModel:
         """Runs N tree nodes in one forward; the cache gains N rows."""
         return self._forward(tokens, positions, mask, cache, logits_to_keep=0)
 
+    @torch.inference_mode()
+    def hidden_rows(
+        self,
+        ids: Tensor,  # [N], the tokens behind those in the cache
+        cache: KVCache,
+    ) -> Tensor:  # [N, D]
+        """What the LM head reads at N tokens of a text; the cache gains N rows.
+
+        The LM head itself runs on the last row alone.
+        """
+        start = cache.get_seq_length()
+        positions = torch.arange(start, start + ids.shape[0], device=ids.device)
+        return self._forward(ids, positions, None, cache, 0, lm_head_rows=1).hidden
+
     def _forward(
         self,
         ids: Tensor,
@@ -105,11 +119,13 @@ class BaseModel:
         mask: Tensor | dict[str, Tensor] | None,
         cache: KVCache,
         logits_to_keep: int,
+        lm_head_rows: int | None = None,  # how many from the end get logits; None: all
     ) -> ForwardOutput:
         hidden: list[Tensor] = []
 
-        def capture(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        def capture(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
             hidden.append(arguments[0])  # [1, N, D]
+            return None if lm_head_rows is None else (arguments[0][:, -lm_head_rows:],)
 
         handle = self.lm_head.register_forward_pre_hook(capture)
         try:

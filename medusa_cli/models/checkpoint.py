@@ -95,7 +95,7 @@ def load_heads(files: HeadsFiles, base: BaseModel, name: str) -> Heads:
     _check_complete(groups, where)
     _check_sizes(groups, draft_ids, base, where)
     config = {} if files.config is None else read_json(files.config)
-    info = _info(name, groups, draft_ids, base, config)
+    info = _info(name, groups, draft_ids, base, config, files)
     weight = cast(Tensor, base.lm_head.weight)
     dtype = weight.dtype if weight.is_floating_point() else base.dtype
     modules = nn.ModuleList(
@@ -191,6 +191,7 @@ def _info(
     draft_ids: Tensor | None,
     base: BaseModel,
     config: dict[str, Any],
+    files: HeadsFiles,
 ) -> HeadsInfo:
     warnings = []
     said = config.get("medusa_num_heads", config.get("num_heads"))
@@ -208,6 +209,7 @@ def _info(
         rank_accuracy=tuple(tuple(map(float, row)) for row in rows or ()),
         tree=tree if isinstance(tree, str) else None,
         warnings=tuple(warnings),
+        files=files,
     )
 
 

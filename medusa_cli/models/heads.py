@@ -1,17 +1,20 @@
 """Medusa heads: small modules that guess the tokens behind the pending one.
 
-They run on one hidden row a step. This module knows the arithmetic of each head kind; files and
-their layouts are `checkpoint`'s job.
+They run on one hidden row a step, on many when they are measured. This module knows the
+arithmetic of each head kind; files and their layouts are `checkpoint`'s job.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from medusa_cli.models.checkpoint import HeadsFiles
 
 
 class HeadKind(StrEnum):
@@ -70,6 +73,7 @@ class HeadsInfo:
         rank_accuracy: [K][ranks], share of positions at which rank r of head k was right.
         tree: the tree that their config recommends.
         warnings: what their config says wrongly.
+        files: what they were read from; None for heads that were not.
     """
 
     name: str
@@ -80,6 +84,7 @@ class HeadsInfo:
     rank_accuracy: tuple[tuple[float, ...], ...] = ()
     tree: str | None = None
     warnings: tuple[str, ...] = field(default=())
+    files: "HeadsFiles | None" = None
 
 
 class Heads:
@@ -89,7 +94,7 @@ class Heads:
         info: what they are.
         heads: K modules on one device.
         embedding: the base model's token embedding, read by conditioned heads.
-        shared_lm_head: maps [K, D] to logits [K, V'] for heads without an LM head of their own.
+        shared_lm_head: maps [..., D] to logits [..., V']; read by heads without one of their own.
         draft_token_ids: [V'], the token that each logit stands for, None for the identity.
     """
 
@@ -110,14 +115,14 @@ class Heads:
     @torch.inference_mode()
     def logits(
         self,
-        hidden: Tensor,  # [D]
-        pending: Tensor,  # []
+        hidden: Tensor,  # [..., D]
+        pending: Tensor,  # [...], the token behind each hidden row
         heads: int,
-    ) -> Tensor:  # [heads, V']
+    ) -> Tensor:  # [heads, ..., V']
         """Logits of the first `heads` heads."""
         embedding = None
         if self.info.kind is HeadKind.CONDITIONED:
-            embedding = self._embedding(pending).to(hidden.device)
+            embedding = self._embedding(pending).to(hidden.device)  # [..., D]
         used = [cast(Head, self.heads[k]) for k in range(heads)]
         states = [head(hidden, embedding) for head in used]
         if used[0].lm_head is None:
@@ -128,11 +133,11 @@ class Heads:
 
     def propose(
         self,
-        hidden: Tensor,  # [D]
-        pending: Tensor,  # []
+        hidden: Tensor,  # [..., D]
+        pending: Tensor,  # [...]
         heads: int,
         candidates: int,
-    ) -> Tensor:  # [heads, candidates]
+    ) -> Tensor:  # [heads, ..., candidates]
         """The best tokens of the first `heads` heads, best first."""
         best = self.logits(hidden, pending, heads).topk(candidates, dim=-1).indices
         if self.draft_token_ids is not None:

@@ -1,0 +1,205 @@
+"""Step cost, accept length and speed against the number of tree nodes.
+
+The accept length of a tree is replayed from traces: it is exactly what greedy decoding of the
+traced answers has. The step cost is timed. Their ratio is the speed.
+
+Source: Cai et al. 2024, arXiv 2401.10774, section 3.3 shows these curves for dense and built trees.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from medusa_cli.bench.tables import Table, number
+from medusa_cli.decoding.step_cost import measure_step_seconds
+from medusa_cli.decoding.traces import Traces, mean_accept_length
+from medusa_cli.decoding.tree import ROOT_ONLY, Tree, dense_tree
+from medusa_cli.decoding.tree_search import build_from_traces, expected_from_traces
+from medusa_cli.session import Medusa
+
+SCHEMA = "medusa.sweep-nodes/1"
+
+
+class TreeShape(StrEnum):
+    """How the tree for a number of nodes is found."""
+
+    BUILT = "built"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One tree of a sweep.
+
+    Attributes:
+        shape: how it was found.
+        asked: the number of nodes that it may have.
+        nodes, depth: what it has, the root included in the nodes.
+        tree: its name.
+        accept_length: mean, replayed on the traces.
+        step_seconds: median.
+    """
+
+    shape: TreeShape
+    asked: int
+    nodes: int
+    depth: int
+    tree: str
+    accept_length: float
+    step_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per step over seconds per step."""
+        return self.accept_length / self.step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSweep:
+    """The sweep of one model on one machine.
+
+    Attributes:
+        model, heads: names.
+        where: device and precision, for a title.
+        traces: which answers were replayed, in words.
+        plain_seconds: of a step of plain decoding.
+        points: by shape and number of nodes.
+    """
+
+    model: str
+    heads: str
+    where: str
+    traces: str
+    plain_seconds: float
+    points: tuple[SweepPoint, ...]
+
+    def speedup(self, point: SweepPoint) -> float:
+        """Over plain decoding, which yields one token a step."""
+        return point.tokens_per_second * self.plain_seconds
+
+    @property
+    def best(self) -> SweepPoint:
+        """The fastest point."""
+        return max(self.points, key=lambda point: point.tokens_per_second)
+
+    def of(self, shape: TreeShape) -> list[SweepPoint]:
+        """The points of one shape, by nodes."""
+        return sorted((p for p in self.points if p.shape is shape), key=lambda p: p.nodes)
+
+
+def sweep_nodes(
+    model: Medusa,
+    traces: Traces,
+    counts: Sequence[int],
+    where: str,
+    report: Callable[[str], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> NodeSweep:
+    """Times a step with the best built and the best dense tree for each number of nodes."""
+    assert model.heads is not None, "a sweep needs heads"
+    trees = {ROOT_ONLY.name: ROOT_ONLY}
+    chosen: list[tuple[TreeShape, int, Tree]] = []
+    for nodes in sorted({*counts, 1}):
+        if nodes == 1:
+            chosen.append((TreeShape.BUILT, 1, ROOT_ONLY))
+            continue
+        built = build_from_traces(f"built_{nodes}", traces, nodes)
+        dense = best_dense(traces, nodes)
+        chosen += [(TreeShape.BUILT, nodes, built), (TreeShape.DENSE, nodes, dense)]
+        trees |= {built.name: built, dense.name: dense}
+    seconds = measure_step_seconds(model.base, model.heads, trees, report, clock)
+    points = {
+        (shape, tree.choices): SweepPoint(
+            shape, asked, tree.nodes, tree.depth, tree.name,
+            mean_accept_length(tree, traces), seconds[tree.name],
+        )
+        for shape, asked, tree in chosen
+    }  # fmt: skip
+    origin = traces.provenance
+    return NodeSweep(
+        model=model.name,
+        heads=model.heads.info.name,
+        where=where,
+        traces=f"{traces.positions} positions of {len(traces.texts)} greedy answers "
+        f"(prompts {origin.prompts} {origin.prompts_digest})",
+        plain_seconds=seconds[ROOT_ONLY.name],
+        points=tuple(points.values()),
+    )
+
+
+def best_dense(traces: Traces, nodes: int) -> Tree:
+    """The dense tree of at most `nodes` nodes that accepts most."""
+    candidates = [
+        dense_tree(f"dense_{'x'.join(map(str, widths))}", widths)
+        for widths in _widths(nodes - 1, traces.num_heads)
+    ]
+    return max(candidates, key=lambda tree: (expected_from_traces(tree, traces), -tree.nodes))
+
+
+def _widths(choices: int, depth: int) -> Iterator[tuple[int, ...]]:
+    """Widths of all dense trees with at most `choices` choices and `depth` levels."""
+    if depth == 0:
+        return
+    for width in range(1, choices + 1):
+        yield (width,)
+        # Below each of `width` nodes hangs the same dense tree.
+        for deeper in _widths(choices // width - 1, depth - 1):
+            yield (width, *deeper)
+
+
+def tables(sweep: NodeSweep) -> list[Table]:
+    """One row for each tree; the fastest is marked."""
+    rows = tuple(
+        (
+            f"{point.shape} {point.asked}{' *' if point is sweep.best else ''}",
+            point.tree,
+            str(point.nodes),
+            str(point.depth),
+            number(1000 * point.step_seconds, 1),
+            number(point.step_seconds / sweep.plain_seconds),
+            number(point.accept_length),
+            number(point.tokens_per_second),
+            f"{sweep.speedup(point):.2f}x",
+        )
+        for shape in TreeShape
+        for point in sweep.of(shape)
+    )
+    best = sweep.best
+    columns = (
+        "tree for nodes", "name", "nodes", "depth", "step ms", "x plain step", "tokens/step",
+        "tokens/s", "speedup",
+    )  # fmt: skip
+    return [
+        Table(
+            f"{sweep.model}, {sweep.where}: cost and gain of tree nodes",
+            columns,
+            rows,
+            (
+                f"* best on this machine: {best.nodes} nodes, {sweep.speedup(best):.2f}x plain",
+                f"tokens per step replayed on {sweep.traces}",
+            ),
+        )
+    ]
+
+
+def to_data(sweep: NodeSweep) -> dict[str, Any]:
+    """The JSON object of a sweep."""
+    return {
+        "schema": SCHEMA,
+        "model": sweep.model,
+        "heads": sweep.heads,
+        "where": sweep.where,
+        "traces": sweep.traces,
+        "plain_step_s": sweep.plain_seconds,
+        "best": {"nodes": sweep.best.nodes, "tree": sweep.best.tree},
+        "points": [
+            {
+                **asdict(point),
+                "tokens_per_s": point.tokens_per_second,
+                "speedup": sweep.speedup(point),
+            }
+            for point in sweep.points
+        ],
+    }

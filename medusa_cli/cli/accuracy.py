@@ -1,0 +1,194 @@
+"""`medusa accuracy`: how often each head is right, and traces to build trees from."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from medusa_cli.cli import options as opt
+from medusa_cli.cli.boundary import INTERRUPTED
+from medusa_cli.cli.interrupt import interruptible
+from medusa_cli.cli.opening import check_conflicts, open_model
+from medusa_cli.cli.streams import Streams
+from medusa_cli.config import Limits
+from medusa_cli.models.registry import DEFAULT_MODEL
+from medusa_cli.text.prompt_files import BUILTIN, read_questions, spread
+
+if TYPE_CHECKING:
+    from medusa_cli.bench.tables import Table
+    from medusa_cli.cli.bench_output import Findings
+    from medusa_cli.decoding.head_accuracy import AccuracyTable
+    from medusa_cli.decoding.traces import Traces
+    from medusa_cli.decoding.tree import Tree
+
+
+class ReportFormat(StrEnum):
+    """How `medusa accuracy` prints."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def accuracy(
+    prompts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|builtin",
+            help="JSONL file with `prompt`, `messages` or `turns` a line, or the shipped set.",
+        ),
+    ] = BUILTIN,
+    limit: Annotated[
+        int | None, typer.Option(help="At most so many prompts, spread over the categories.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.")
+    ] = 128,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where to write accuracy.json and traces.json. [default: beside heads of your "
+            "own, else in the cache folder]",
+        ),
+    ] = None,
+    format_: Annotated[
+        ReportFormat, typer.Option("--format", help="What to print.")
+    ] = ReportFormat.TABLE,
+    model: opt.Model = DEFAULT_MODEL,
+    heads: opt.Heads = None,
+    device: opt.Device = "auto",
+    device_map: opt.DeviceMap = None,
+    dtype: opt.Dtype = "auto",
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    offline: opt.Offline = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Measure how often each head is right on the model's own greedy answers.
+
+    A position is a place in an answer at which the heads guess the tokens ahead: head 1 the token
+    behind the next one, head 2 the one behind that, and so on. Rank 0 is a head's best guess. Top-n
+    is the share of positions at which the true token is among a head's n best. The accept length of
+    a decoding step is the number of tokens that it yields, the base model's own included; replay
+    tells what it would be with a tree, from the ranks alone.
+
+    The traces (the rank of the true token at every position) are kept for `medusa tree build`.
+    """
+    streams = Streams.of_process()
+    check_conflicts(plain=False, heads=heads, tree=None, device=device, device_map=device_map)
+    Limits(max_new_tokens)  # a bad value is refused before anything is loaded
+    questions = read_questions(prompts)
+    chosen = spread(questions, limit)
+    loaded = open_model(
+        streams,
+        quiet=quiet,
+        model=model,
+        heads=heads,
+        tree=None,
+        plain=False,
+        device=device,
+        device_map=device_map,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        offline=offline,
+    )
+    from medusa_cli.cli.bench_output import show
+    from medusa_cli.cli.bench_request import BenchFormat
+    from medusa_cli.cli.loading import LoadProgress
+    from medusa_cli.decoding.head_accuracy import accuracy_table
+    from medusa_cli.decoding.measured import results_folder, save
+    from medusa_cli.training import accuracy as measuring
+
+    of = measuring.measured_subject(loaded)
+    assert of is not None, "heads that were loaded lie in files"
+    name = prompts if prompts == BUILTIN else Path(prompts).name
+    prompt_set = measuring.PromptSet(name, measuring.prompts_digest(questions))
+    with interruptible() as interrupts, LoadProgress(streams, model, quiet=quiet) as report:
+        traces = measuring.measure_accuracy(
+            loaded, chosen, max_new_tokens, prompt_set, report, interrupts
+        )
+    complete = traces.provenance.complete
+    if not traces.texts:
+        streams.note("medusa: nothing was measured")
+        raise typer.Exit(0 if complete else INTERRUPTED)
+    show(_findings(accuracy_table(traces), traces, loaded.tree), BenchFormat(format_), streams)
+    folder = results_folder(of) if out is None else out.expanduser()
+    saved = save(folder, traces)
+    if not quiet:
+        kept = f"wrote {folder / 'accuracy.json'} and traces.json"
+        streams.note(kept if saved else f"{folder} holds a complete measurement: it was kept")
+    if not complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _findings(table: "AccuracyTable", traces: "Traces", tree: "Tree") -> "Findings":
+    from medusa_cli.bench.tables import number
+    from medusa_cli.cli.bench_output import Findings
+    from medusa_cli.decoding.head_accuracy import to_data
+    from medusa_cli.decoding.traces import mean_accept_length, replay
+
+    of = table.provenance
+    steps = sum(len(replay(tree, text)) for text in traces.texts)
+    mean = mean_accept_length(tree, traces)
+    notes = [
+        f"{table.positions} positions in {len(traces.texts)} answers, "
+        f"prompts {of.prompts_digest} ({of.prompts})",
+        f"mean accept length {number(mean)} with tree {tree.name}, replayed: {steps} steps",
+    ]
+    if of.skipped:
+        notes.append(f"skipped, longer than the context: {', '.join(of.skipped)}")
+    if not of.complete:
+        notes.append("PARTIAL: interrupted before the last prompt")
+    replayed = {
+        "tree": tree.name,
+        "nodes": tree.nodes,
+        "steps": steps,
+        "mean_accept_length": round(mean, 4),
+    }
+    return Findings(
+        tables=(_by_head(table, notes), _by_category(table)),
+        data=to_data(table) | {"replay": replayed},
+        complete=of.complete,
+    )
+
+
+def _by_head(table: "AccuracyTable", notes: Sequence[str]) -> "Table":
+    from medusa_cli.bench.tables import Table
+    from medusa_cli.decoding.head_accuracy import TOP
+
+    overall = table.overall
+    heads = range(len(overall.counts))
+    rows = [("positions", *map(str, overall.counts))]
+    rows += [
+        (f"top-{n}", *(_percent(overall.top(head, n), 1) for head in heads))
+        for n in range(1, TOP + 1)
+    ]
+    of = table.provenance
+    return Table(
+        f"{of.heads} on {of.base}: % of positions with the true token among the n best",
+        ("", *(f"head {head + 1}" for head in heads)),
+        tuple(rows),
+        tuple(notes),
+    )
+
+
+def _by_category(table: "AccuracyTable") -> "Table":
+    from medusa_cli.bench.tables import Table
+
+    heads = range(len(table.overall.counts))
+    rows = [
+        (name or "(none)", str(accuracy.counts[0]))
+        + tuple(f"{_percent(accuracy.top(k, 1))}/{_percent(accuracy.top(k, 5))}" for k in heads)
+        for name, accuracy in table.categories.items()
+    ]
+    columns = ("category", "positions", *(f"head {head + 1}" for head in heads))
+    return Table("Top-1/top-5 by category, %", columns, tuple(rows))
+
+
+def _percent(share: float | None, digits: int = 0) -> str:
+    from medusa_cli.bench.tables import number
+
+    return number(None if share is None else 100 * share, digits)

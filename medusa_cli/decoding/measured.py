@@ -1,0 +1,199 @@
+"""Where measured results of heads lie, and whose they are.
+
+Results of heads that the user keeps in a folder lie beside them. Those of heads that came with the
+package or from the hub lie in the cache folder; the package may bring some of its own.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from medusa_cli.decoding import head_accuracy, traces
+from medusa_cli.decoding.head_accuracy import AccuracyTable
+from medusa_cli.decoding.traces import Traces
+from medusa_cli.errors import CheckpointError, StorageError
+from medusa_cli.models import registry
+from medusa_cli.models.checkpoint import HeadsFiles
+from medusa_cli.models.progress import Report, Stage, silent
+from medusa_cli.models.storage import cache_folder
+from medusa_cli.models.tensor_files import read_json, read_tensors
+
+TRACES, ACCURACY = "traces.json", "accuracy.json"
+_PACKAGE = Path(__file__).parents[1]
+_Results = TypeVar("_Results", Traces, AccuracyTable)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What results belong to: heads on a base model.
+
+    Attributes:
+        heads, base: names that do not depend on the working directory.
+        files: the heads' files.
+    """
+
+    heads: str
+    base: str
+    files: HeadsFiles
+
+
+def subject(heads: str, base: str, files: HeadsFiles) -> Subject:
+    """Heads and base model by the names that the user gave them; of a path only the end counts."""
+    return Subject(_name(heads), _name(base), files)
+
+
+def load_traces(of: Subject, report: Report = silent) -> Traces | None:
+    """The traces measured for a subject, or None.
+
+    Args:
+        report: hears of files that were measured with other heads; they do not count.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    return next(_found(of, TRACES, traces.from_json, report), None)
+
+
+def load_accuracy(of: Subject, report: Report = silent) -> AccuracyTable | None:
+    """The accuracy measured for a subject, or None; arguments and errors as in `load_traces`."""
+    return next(_found(of, ACCURACY, head_accuracy.from_json, report), None)
+
+
+def config_accuracy(of: Subject) -> tuple[tuple[float, ...], ...]:
+    """[K][ranks], the rank accuracies that the heads' config states; empty if it states none.
+
+    Rows for more heads than the files hold do not count.
+
+    Raises:
+        CheckpointError: the config is damaged.
+    """
+    config = {} if of.files.config is None else read_json(of.files.config)
+    accuracy = config.get("accuracy")
+    rows = accuracy.get("rank_accuracy") if isinstance(accuracy, dict) else None
+    num_heads = len({name.split(".")[0] for name in _tensors(of.files) if name[0].isdigit()})
+    try:
+        return tuple(tuple(map(float, row)) for row in (rows or ())[:num_heads])
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"rank_accuracy in {of.files.config} is no table of numbers: "
+            "measure the heads with `medusa accuracy`"
+        ) from None
+
+
+def results_folder(of: Subject) -> Path:
+    """Where results are kept: beside the heads if the folder is the user's and can be written."""
+    beside = _beside(of)
+    return beside if _is_users(beside) and os.access(beside, os.W_OK | os.X_OK) else _in_cache(of)
+
+
+def save(folder: Path, found: Traces) -> bool:
+    """Writes traces and their accuracy; False when partial ones would replace complete ones.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    if not found.provenance.complete and _is_complete(folder / TRACES):
+        return False
+    table = head_accuracy.accuracy_table(found)
+    write_file(folder / TRACES, traces.to_json(found))
+    write_file(folder / ACCURACY, head_accuracy.to_json(table))
+    return True
+
+
+def write_file(path: Path, content: str) -> None:
+    """Writes a whole file or leaves the old one; makes its folder.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(content, encoding="utf-8", newline="")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def heads_digest(files: HeadsFiles) -> str:
+    """SHA-256 of the heads' tensors, the same for the same tensors in another kind of file."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_tensors(files).items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _tensors(files: HeadsFiles) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix(files.prefix): tensor
+        for path in files.tensors
+        for name, tensor in read_tensors(path, files.prefix).items()
+    }
+
+
+def _found(
+    of: Subject, name: str, parse: Callable[[str, str], _Results], report: Report
+) -> Iterator[_Results]:
+    """The results of a subject, the cache folder's first."""
+    digest = ""
+    for folder in dict.fromkeys((_in_cache(of), _beside(of))):
+        path = folder / name
+        if not path.is_file():
+            continue
+        results = parse(_read(path), str(path))
+        digest = digest or heads_digest(of.files)
+        if (results.provenance.heads_digest, results.provenance.base) == (digest, of.base):
+            yield results
+        else:
+            report(
+                Stage(
+                    f"{path} was measured with other heads or another base model: it does not "
+                    "count. Measure again with `medusa accuracy`"
+                )
+            )
+
+
+def _name(given: str) -> str:
+    path = Path(given).expanduser()
+    if given not in registry.entries() and path.exists():
+        return path.resolve().name
+    builtin = registry.builtin_heads(given)
+    return given if builtin is None else builtin.name
+
+
+def _beside(of: Subject) -> Path:
+    return of.files.tensors[0].parent
+
+
+def _in_cache(of: Subject) -> Path:
+    name = of.heads if of.heads == of.base else f"{of.heads} on {of.base}"
+    return cache_folder() / "measured" / name.replace("/", "--").replace(" ", "_")
+
+
+def _is_users(folder: Path) -> bool:
+    """Whether the folder is neither the package's, nor the hub cache's, nor our cache's."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    others = (_PACKAGE, Path(HF_HUB_CACHE), cache_folder())
+    return not any(folder.resolve().is_relative_to(other.resolve()) for other in others)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return traces.from_json(_read(path), str(path)).provenance.complete
+    except CheckpointError:
+        return False
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise traces.damaged(str(path), str(error)) from None

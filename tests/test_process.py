@@ -210,7 +210,8 @@ def test_no_prompt_on_a_terminal_never_waits(
 
 
 def test_help_imports_no_torch() -> None:
-    for command in (["--help"], ["generate", "--help"], ["models"], ["--version"]):
+    helps = [[name, "--help"] for name in ("generate", "bench", "accuracy", "tree")]
+    for command in (["--help"], *helps, ["models"], ["--version"]):
         script = (
             "import sys; from medusa_cli.cli.app import app\n"
             f"try: app({command!r})\n"

@@ -16,7 +16,7 @@ from medusa_cli.bench.tables import Table, number
 from medusa_cli.decoding.step_cost import measure_step_seconds
 from medusa_cli.decoding.traces import Traces, mean_accept_length
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree, dense_tree
-from medusa_cli.decoding.tree_search import build_from_traces, expected_from_traces
+from medusa_cli.decoding.tree_search import build_from_traces, right_counts
 from medusa_cli.session import Medusa
 
 SCHEMA = "medusa.sweep-nodes/1"
@@ -135,7 +135,8 @@ def best_dense(traces: Traces, nodes: int) -> Tree:
         dense_tree(f"dense_{'x'.join(map(str, widths))}", widths)
         for widths in _widths(nodes - 1, traces.num_heads)
     ]
-    return max(candidates, key=lambda tree: (expected_from_traces(tree, traces), -tree.nodes))
+    counts = right_counts(traces)
+    return max(candidates, key=lambda t: (sum(counts[c] for c in t.choices), -t.nodes))
 
 
 def _widths(choices: int, depth: int) -> Iterator[tuple[int, ...]]:

@@ -48,9 +48,8 @@ def plot_nodes(sweep: NodeSweep, path: Path) -> None:
         best.nodes, best.tokens_per_second, marker="*", markersize=14, color="black",
         linestyle="none", label=f"best: {best.nodes} nodes, {sweep.speedup(best):.2f}x plain",
     )  # fmt: skip
-    cost.set_ylim(bottom=0)
-    speed.set_ylim(bottom=0)
     for axes in (cost, gain, speed):
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.legend(loc="best", fontsize="small")
     figure.suptitle(f"{sweep.model}: cost and gain of tree nodes ({sweep.where})")
     figure.savefig(path, dpi=150)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from medusa_cli.cli.interrupt import interruptible
 from medusa_cli.cli.opening import check_conflicts, open_model
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Limits
+from medusa_cli.errors import ContextLengthError
 from medusa_cli.models.registry import DEFAULT_MODEL
 from medusa_cli.text.prompt_files import BUILTIN, read_questions, spread
 
@@ -99,11 +100,13 @@ def accuracy(
     from medusa_cli.cli.bench_request import BenchFormat
     from medusa_cli.cli.loading import LoadProgress
     from medusa_cli.decoding.head_accuracy import accuracy_table
-    from medusa_cli.decoding.measured import results_folder, save
+    from medusa_cli.decoding.measured import make_folder, results_folder, save
     from medusa_cli.training import accuracy as measuring
 
     of = measuring.measured_subject(loaded)
     assert of is not None, "heads that were loaded lie in files"
+    folder = results_folder(of) if out is None else out.expanduser()
+    make_folder(folder)
     name = prompts if prompts == BUILTIN else Path(prompts).name
     prompt_set = measuring.PromptSet(name, measuring.prompts_digest(questions))
     with interruptible() as interrupts, LoadProgress(streams, model, quiet=quiet) as report:
@@ -111,43 +114,41 @@ def accuracy(
             loaded, chosen, max_new_tokens, prompt_set, report, interrupts
         )
     complete = traces.provenance.complete
-    if not traces.texts:
-        streams.note("medusa: nothing was measured")
-        raise typer.Exit(0 if complete else INTERRUPTED)
-    show(_findings(accuracy_table(traces), traces, loaded.tree), BenchFormat(format_), streams)
-    folder = results_folder(of) if out is None else out.expanduser()
-    saved = save(folder, traces)
-    if not quiet:
-        kept = f"wrote {folder / 'accuracy.json'} and traces.json"
-        streams.note(kept if saved else f"{folder} holds a complete measurement: it was kept")
+    if not traces.texts and complete:
+        raise ContextLengthError("no prompt fits the model's context: give shorter ones")
+    if traces.texts:
+        saved = save(folder, traces)
+        show(_findings(accuracy_table(traces), traces, loaded.tree), BenchFormat(format_), streams)
+        if not quiet:
+            wrote = f"wrote {folder / 'accuracy.json'} and traces.json"
+            kept = f"not saved: {folder} holds a complete measurement"
+            streams.note(wrote if saved else kept)
+    else:
+        streams.note("medusa: interrupted before the first answer was measured")
     if not complete:
         raise typer.Exit(INTERRUPTED)
 
 
 def _findings(table: "AccuracyTable", traces: "Traces", tree: "Tree") -> "Findings":
-    from medusa_cli.bench.tables import number
     from medusa_cli.cli.bench_output import Findings
     from medusa_cli.decoding.head_accuracy import to_data
-    from medusa_cli.decoding.traces import mean_accept_length, replay
+    from medusa_cli.decoding.traces import MAX_RANKS, mean_accept_length, replay
 
     of = table.provenance
-    steps = sum(len(replay(tree, text)) for text in traces.texts)
-    mean = mean_accept_length(tree, traces)
     notes = [
         f"{table.positions} positions in {len(traces.texts)} answers, "
-        f"prompts {of.prompts_digest} ({of.prompts})",
-        f"mean accept length {number(mean)} with tree {tree.name}, replayed: {steps} steps",
+        f"prompts {of.prompts_digest} ({of.prompts})"
     ]
+    replayed: dict[str, Any] = {"tree": tree.name, "nodes": tree.nodes}
+    if tree.candidates <= MAX_RANKS:
+        steps = sum(len(replay(tree, text)) for text in traces.texts)
+        mean = mean_accept_length(tree, traces)
+        replayed |= {"steps": steps, "mean_accept_length": round(mean, 4)}
+        notes.append(f"mean accept length {mean:.2f} with tree {tree.name}, {steps} steps replayed")
     if of.skipped:
         notes.append(f"skipped, longer than the context: {', '.join(of.skipped)}")
     if not of.complete:
         notes.append("PARTIAL: interrupted before the last prompt")
-    replayed = {
-        "tree": tree.name,
-        "nodes": tree.nodes,
-        "steps": steps,
-        "mean_accept_length": round(mean, 4),
-    }
     return Findings(
         tables=(_by_head(table, notes), _by_category(table)),
         data=to_data(table) | {"replay": replayed},

@@ -103,7 +103,7 @@ def build(
         traces = measured.load_traces(of, report)
         tree, expected = _built(of, traces, basis, nodes, report)
     from medusa_cli.decoding import tree_search
-    from medusa_cli.decoding.traces import replay
+    from medusa_cli.decoding.traces import MAX_RANKS, replay
 
     heads_name = _WEIGHT_SUFFIX.sub("", of.heads)
     default = re.sub(r"[^\w.-]+", "_", f"{heads_name}_{tree.nodes}_nodes")
@@ -114,7 +114,7 @@ def build(
     tree = replace(tree, name=name)
     measured.write_file(path, tree_search.to_json(tree))
     lines = [f"wrote {path}: {_size(tree)}", f"expected accept length {expected:.2f}"]
-    if traces is not None and traces.positions:
+    if traces is not None and traces.positions and tree.candidates <= MAX_RANKS:
         lengths = [length for text in traces.texts for length in replay(tree, text)]
         mean = sum(lengths) / len(lengths)
         lines.append(f"replayed mean {mean:.2f} over {len(lengths)} steps")

@@ -4,6 +4,7 @@ Results of heads that the user keeps in a folder lie beside them. Those of heads
 package or from the hub lie in the cache folder; the package may bring some of its own.
 """
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -91,8 +92,23 @@ def results_folder(of: Subject) -> Path:
     return beside if _is_users(beside) and os.access(beside, os.W_OK | os.X_OK) else _in_cache(of)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder for results, before the time for measuring them is spent.
+
+    Raises:
+        StorageError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "permission denied"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise StorageError(f"{folder} cannot be written: {reason}; choose another with --out")
+
+
 def save(folder: Path, found: Traces) -> bool:
-    """Writes traces and their accuracy; False when partial ones would replace complete ones.
+    """Writes traces and their accuracy; False if that would replace complete ones by partial ones.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -117,7 +133,8 @@ def write_file(path: Path, content: str) -> None:
         temporary.write_text(content, encoding="utf-8", newline="")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise StorageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 

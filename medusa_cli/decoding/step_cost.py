@@ -154,15 +154,6 @@ def load_costs(base: BaseModel) -> StepCosts | None:
         ) from None
 
 
-def best_nodes(costs: StepCosts, accept_lengths: Mapping[int, float]) -> int:
-    """The node count with the most tokens per second.
-
-    Args:
-        accept_lengths: mean accept length by node count.
-    """
-    return max(accept_lengths, key=lambda nodes: accept_lengths[nodes] / costs.at(nodes))
-
-
 def _file(costs: StepCosts) -> Path:
     key = f"{costs.model} {costs.device} {costs.dtype} {costs.threads} {costs.context}"
     name = hashlib.sha256(key.encode()).hexdigest()[:16]

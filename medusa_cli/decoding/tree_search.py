@@ -66,7 +66,7 @@ def build_from_traces(name: str, traces: Traces, nodes: int) -> Tree:
         TreeError: no head was right at any position.
     """
     _check_nodes(nodes)
-    counts = _right(traces)
+    counts = right_counts(traces)
     accuracy = head_accuracy(traces.texts, traces.num_heads).ranks()
 
     def order(choice: Choice) -> tuple[int, float, int, Choice]:
@@ -87,7 +87,7 @@ def expected_from_accuracy(tree: Tree, accuracy: Sequence[Sequence[float]]) -> f
 
 def expected_from_traces(tree: Tree, traces: Traces) -> float:
     """The expected accept length of a step at a random position of the traces."""
-    counts = _right(traces)
+    counts = right_counts(traces)
     return 1 + sum(counts[choice] for choice in tree.choices) / max(traces.positions, 1)
 
 
@@ -114,7 +114,7 @@ def _push_children(
                 heapq.heappush(frontier, (-value * share, len(choice) + 1, (*choice, rank)))
 
 
-def _right(traces: Traces) -> Counter[Choice]:
+def right_counts(traces: Traces) -> Counter[Choice]:
     """At how many positions each choice was right; only those that were at least once."""
     return Counter(
         row[: k + 1] for text in traces.texts for row in text.rows() for k in range(_reach(row))

@@ -259,7 +259,7 @@ class TestBuild:
         ("arguments", "code", "said"),
         [
             ((), 2, "Missing option '--nodes'"),
-            (("--nodes", "1"), 2, "2<=x<=4096"),
+            (("--nodes", "1"), 2, "greater than or equal to 2"),
             (("--nodes", "9"), 3, "measure them with `medusa accuracy`"),
             (("--nodes", "9", "--from", "traces"), 3, "no traces of heads tiny"),
             (("--nodes", "9", "--from", "guess"), 2, "guess"),

@@ -84,7 +84,7 @@ def compare(before: Path, after: Path, seed: int) -> Comparison:
     try:
         return _compare(a, b, (str(before), str(after)), seed)
     except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{before} or {after} is damaged: {error!r} is missing") from None
+        raise UsageError(f"{before} or {after} is damaged: {error}") from None
 
 
 def _compare(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str], seed: int) -> Comparison:
@@ -133,13 +133,12 @@ def tables(comparison: Comparison) -> list[Table]:
         )
         for change in comparison.arms
     )
-    columns = (
-        "arm", "tok/s", "change [95%]", "of the speedup [95%]", "accept", "step ms",
-        "same answers",
-    )  # fmt: skip
+    columns = ("arm", "tok/s", "change [95%]", "speedup [95%]", "accept", "step ms", "same")
+    unmoved = [c.name for c in comparison.arms if c.rate_change and c.rate_change.includes_one]
     notes = (
-        "change: tokens/s after over before, on the same questions; of the speedup: of the ratio "
-        "to plain decoding, which a slower or busier machine does not move",
+        "change: tokens/s after over before, on the same questions; speedup: change of the ratio "
+        "to plain decoding, which a slower or busier machine does not move; same: answers",
+        *([f"no difference in tokens/s was shown for {', '.join(unmoved)}"] if unmoved else []),
         *comparison.only,
         *(f"differs: {line}" for line in comparison.differences),
     )
@@ -171,9 +170,7 @@ def to_data(comparison: Comparison) -> dict[str, Any]:
 
 
 def _interval(interval: Interval | None) -> str:
-    if interval is None:
-        return MISSING
-    return f"{interval}{' (no difference shown)' if interval.includes_one else ''}"
+    return MISSING if interval is None else str(interval)
 
 
 def _amounts(data: dict[str, Any]) -> dict[str, dict[str, Amount]]:

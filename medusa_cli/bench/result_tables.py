@@ -13,7 +13,7 @@ from medusa_cli.models.storage import human_bytes
 
 SHOWN_DIVERGENCES = 3
 LONGEST = 8  # accept lengths from here on share a column
-_COLUMNS = ("arm", "tok/s", "speedup [95%]", "accept", "step ms", "x plain step", "same tokens")
+_COLUMNS = ("arm", "tok/s", "speedup [95%]", "accept", "step ms", "cost", "same")
 
 
 def tables(report: BenchReport, token_text: TokenText) -> list[Table]:
@@ -46,7 +46,11 @@ def _arms(report: BenchReport, token_text: TokenText) -> Table:
     ran = {arm.info.name for arm in report.arms}
     absent = [arm for arm in report.unavailable if arm.name not in ran]
     rows += [(arm.name, *[MISSING] * (len(_COLUMNS) - 2), "cannot run") for arm in absent]
-    notes = [line for arm in report.arms if (line := break_even(arm)) is not None]
+    notes = [
+        "accept: mean accept length; cost: of a step, over a plain one's; same: answers with the "
+        "reference's tokens"
+    ]
+    notes += [line for arm in report.arms if (line := break_even(arm)) is not None]
     notes += [f"{arm.name}: {arm.reason}" for arm in report.unavailable]
     for arm in report.arms:
         if arm.equality is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from medusa_cli.decoding.tree import Choice, Tree
+from medusa_cli.errors import StorageError
 
 LEAF_INCHES = 0.21
 DEPTH_INCHES = 1.35
@@ -69,5 +70,12 @@ def node_rows(tree: Tree) -> dict[Choice, float]:
 
 
 def save_plot(tree: Tree, path: Path) -> None:
-    """Writes the picture; the kind of file follows the name's end."""
-    tree_figure(tree).savefig(path, dpi=150)
+    """Writes the picture; the kind of file follows the name's end.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        tree_figure(tree).savefig(path, dpi=150)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from None

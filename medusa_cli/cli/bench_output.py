@@ -16,6 +16,8 @@ from medusa_cli.cli.report import to_json
 from medusa_cli.cli.streams import Streams
 from medusa_cli.errors import StorageError
 
+_ANY = 1000  # columns: what a table asks for when nothing limits it
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -42,7 +44,13 @@ def show(findings: Findings, format_: BenchFormat, streams: Streams) -> None:
     if streams.stdout.isatty():
         console = Console(file=streams.stdout, highlight=False)
         for table in findings.tables:
-            console.print(_rich(table))
+            drawn = _rich(table)
+            if console.measure(drawn, options=console.options.update(width=_ANY)).maximum <= (
+                console.width
+            ):
+                console.print(drawn)
+            else:
+                console.print(Text(_records(table)))
             for note in table.notes:
                 console.print(Text(note, style="dim"))
             console.print()
@@ -83,3 +91,14 @@ def _rich(table: Table) -> RichTable:
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     return drawn
+
+
+def _records(table: Table) -> str:
+    """A table that is wider than the terminal: a block for each row, a line for each cell."""
+    width = max(map(len, table.columns[1:]))
+    lines = [table.title, ""]
+    for first, *cells in table.rows:
+        lines.append(f" {first}")
+        pairs = zip(table.columns[1:], cells, strict=True)
+        lines += [f"   {column.ljust(width)}  {cell}" for column, cell in pairs]
+    return "\n".join(lines) + "\n"

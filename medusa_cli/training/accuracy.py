@@ -69,7 +69,7 @@ def measure_accuracy(
     if model.heads is None:
         raise UsageError("there are no heads to measure: load the model with its heads")
     for question in questions:
-        _encode(model, question, [])  # a bad prompt shows before anything runs
+        model.encode_turn(question, [])  # a bad prompt shows before anything runs
     texts: list[TextTrace] = []
     skipped: list[str] = []
     complete = True
@@ -77,7 +77,7 @@ def measure_accuracy(
         report(Stage(f"prompt {n + 1} of {len(questions)}: {question.id}", n, len(questions)))
         found = list(_conversation(model, model.heads, question, max_new_tokens, should_stop))
         texts += found
-        whole = len(found) == _turns(model, question)
+        whole = len(found) == model.turns(question)
         if should_stop() and not (whole and question is questions[-1]):
             complete = False
             break
@@ -108,8 +108,8 @@ def _conversation(
     cache = KVCache()
     answers: list[str] = []
     context = model.base.context_length
-    for turn in range(_turns(model, question)):
-        ids = _encode(model, question, answers)
+    for turn in range(model.turns(question)):
+        ids = model.encode_turn(question, answers)
         if context is not None and len(ids) >= context:
             return
         limits = Limits(max_new_tokens)
@@ -131,16 +131,6 @@ def _conversation(
             limit=max_new_tokens if context is None else min(max_new_tokens, context - len(ids)),
             ranks=tuple(_ranks(model, heads, text, len(ids), len(result.token_ids) - 1, cache)),
         )
-
-
-def _encode(model: Medusa, question: Question, answers: Sequence[str]) -> list[int]:
-    if isinstance(question.first, str) and not model.has_template:
-        return model.encode(question.first)
-    return model.encode(question.messages(answers))
-
-
-def _turns(model: Medusa, question: Question) -> int:
-    return 1 + len(question.follow_ups) * model.has_template
 
 
 def _behind_the_end(model: Medusa, text: list[int], tokens: int, cache: KVCache) -> list[int]:

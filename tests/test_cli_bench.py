@@ -126,6 +126,33 @@ def test_two_acceptance_rules_are_two_arms(model_folder: Path, prompts: Path) ->
     assert any("lossy" in warning for warning in report["warnings"])
 
 
+def test_the_models_own_sampling_values(model_folder: Path, prompts: Path) -> None:
+    values = {"do_sample": True, "temperature": 0.7, "top_k": 40}
+    (model_folder / "generation_config.json").write_text(json.dumps(values))
+    settings = [
+        small(model_folder, prompts, "--limit", "1", "--format", "json", *more).json["settings"]
+        for more in ((), ("--model-defaults",), ("--model-defaults", "--top-k", "3"))
+    ]
+    assert [(s["temperature"], s["top_k"]) for s in settings] == [(0, 0), (0.7, 40), (0.7, 3)]
+
+
+def test_a_tree_measured_on_the_prompts_it_was_built_from_is_said(
+    model_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    tree = tmp_path / "own.json"
+    common = ("-m", str(model_folder), "--offline")
+    outcome = medusa("accuracy", *common, "--prompts", str(prompts), "-n", "12")
+    assert outcome.code == 0, outcome.err
+    outcome = medusa("tree", "build", *common, "--nodes", "4", "--out", str(tree))
+    assert outcome.code == 0, outcome.err
+    report = small(model_folder, prompts, "--tree", str(tree), "--format", "json").json
+    assert any("built from these very prompts" in warning for warning in report["warnings"])
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "xyz"}))
+    report = small(model_folder, other, "--tree", str(tree), "--format", "json").json
+    assert not any("built from" in warning for warning in report["warnings"])
+
+
 def test_without_baseline_there_is_no_speedup(model_folder: Path, prompts: Path) -> None:
     report = small(model_folder, prompts, "--no-baseline", "--limit", "2", "--format", "json").json
     assert [arm["kind"] for arm in report["arms"]] == ["medusa"]

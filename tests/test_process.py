@@ -114,6 +114,31 @@ def test_an_interrupt_still_prints_the_json_report(
     assert "Traceback" not in err
 
 
+def test_an_interrupted_benchmark_prints_what_was_measured(
+    model_folder: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"prompt {i}"}) for i in range(2000)))
+    process = subprocess.Popen(
+        [*MEDUSA, "bench", "-m", str(model_folder), "--prompts", str(prompts), "--limit", "0",
+         "-n", "50", "--ignore-eos", "--format", "json"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("medusa: 3/1"):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    report = json.loads(out)
+    assert report["complete"] is False
+    assert len(report["samples"]) >= 5
+    assert report["arms"][1]["equality"]["divergences"] == []
+    assert "Traceback" not in err
+
+
 def test_a_second_interrupt_leaves_at_once(model_folder: Path, environment: dict[str, str]) -> None:
     process = start_slow(model_folder, environment, *SLOW_PROMPT)
     process.send_signal(signal.SIGINT)

@@ -136,8 +136,9 @@ def _findings(table: "AccuracyTable", traces: "Traces", tree: "Tree") -> "Findin
 
     of = table.provenance
     notes = [
+        f"heads {of.heads} on {of.base}",
         f"{table.positions} positions in {len(traces.texts)} answers, "
-        f"prompts {of.prompts_digest} ({of.prompts})"
+        f"prompts {of.prompts_digest} ({of.prompts})",
     ]
     replayed: dict[str, Any] = {"tree": tree.name, "nodes": tree.nodes}
     if tree.candidates <= MAX_RANKS:
@@ -167,9 +168,8 @@ def _by_head(table: "AccuracyTable", notes: Sequence[str]) -> "Table":
         (f"top-{n}", *(_percent(overall.top(head, n), 1) for head in heads))
         for n in range(1, TOP + 1)
     ]
-    of = table.provenance
     return Table(
-        f"{of.heads} on {of.base}: % of positions with the true token among the n best",
+        "Top-n of each head, % of positions",
         ("", *(f"head {head + 1}" for head in heads)),
         tuple(rows),
         tuple(notes),

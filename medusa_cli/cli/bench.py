@@ -1,5 +1,6 @@
 """`medusa bench`: honest measurements, interleaved and with intervals."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,7 @@ _READS = {
     | {"tree", "warmup", "repeats", "seed", "plot", "ignore_eos"},
     "contest": _LOADING | _OUTPUT | _TEXTS | _WARPERS | _TYPICAL
     | {"tree", "plain", "acceptance", "warmup", "repeats", "baseline", "against", "seed",
-       "temperature", "ignore_eos"},
+       "temperature", "model_defaults", "ignore_eos"},
 }  # fmt: skip
 
 
@@ -144,6 +145,7 @@ def bench(
     epsilon: opt.Epsilon = None,
     delta: opt.Delta = None,
     greedy_root: opt.GreedyRoot = None,
+    model_defaults: opt.ModelDefaults = False,
 ) -> None:
     """Measure speed: plain decoding, trees and other decoders, interleaved prompt by prompt.
 
@@ -221,7 +223,7 @@ def bench(
     if compare is not None:
         findings = experiments.compare(*compare, seed=seed or 0)
     else:
-        experiments.check(request)
+        experiments.check(request, defaults=model_defaults)
         loaded = open_model(
             streams,
             quiet=quiet,
@@ -236,6 +238,8 @@ def bench(
             trust_remote_code=trust_remote_code,
             offline=offline,
         )
+        if model_defaults:
+            request = replace(request, given=loaded.sampling_defaults() | given)
         match experiment:
             case "roofline":
                 findings = experiments.roofline(loaded, request, streams)

@@ -39,13 +39,18 @@ from medusa_cli.text.prompt_files import Question, read_questions, spread
 from medusa_cli.training import accuracy
 
 
-def check(request: BenchRequest) -> None:
-    """Raises an error of ours for what can be told before a model is loaded."""
+def check(request: BenchRequest, *, defaults: bool) -> None:
+    """Raises an error of ours for what can be told before a model is loaded.
+
+    Args:
+        defaults: whether the model's own sampling values will be added to the request.
+    """
     for peer in request.against:
         check_peer(peer)
     _trees(request)
     read_questions(request.prompts)
-    _samplings(request)
+    if not defaults:
+        _samplings(request)
 
 
 def contest(model: Medusa, request: BenchRequest, streams: Streams) -> Findings:

@@ -470,3 +470,15 @@ def test_a_plain_models_plot_needs_no_product(roofline: Roofline, tmp_path: Path
     bare = Roofline("cpu", "float32", roofline.roof, roofline.points[:1], (), (), ())
     plot_roofline(bare, tmp_path / "roof.png")
     assert (tmp_path / "roof.png").stat().st_size > 0
+
+
+def test_an_interrupt_leaves_the_points_measured_so_far():
+    asked = iter([False] * 3)
+    found = measure_roofline(
+        make_medusa(tiny_base()), [1, 2, 4], [8], [1], [].append, FakeClock(), EFFORT,
+        should_stop=lambda: next(asked, True),
+    )  # fmt: skip
+    assert len(found.points) == 3
+    assert not found.complete
+    assert found.warnings[0].startswith("partial")
+    assert measured(make_medusa(tiny_base())).complete

@@ -74,6 +74,15 @@ def test_steps_are_timed_without_the_first_round(llama: BaseModel) -> None:
     assert len(rounds) == 2, "a warm-up and one round"
 
 
+def test_an_interrupt_ends_the_timing_with_the_rounds_made(llama: BaseModel) -> None:
+    rounds: list[str] = []
+    seconds = measure_step_seconds(
+        llama, None, {"plain": ROOT_ONLY}, rounds.append, should_stop=lambda: True, context=8
+    )
+    assert seconds["plain"] > 0
+    assert len(rounds) == 2, "the warm-up and the first counted round"
+
+
 def test_the_best_dense_tree_is_the_best_of_all() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(-1, 4, (60, 2), generator=generator).tolist()

@@ -104,6 +104,7 @@ def measure_roofline(
     report: Callable[[str], None],
     clock: Callable[[], float] = time.perf_counter,
     effort: Effort | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Roofline:
     """Measures the roof, then every part at every size.
 
@@ -115,6 +116,7 @@ def measure_roofline(
         report: hears what comes next.
         clock: gives seconds.
         effort: by default one that suits the device.
+        should_stop: asked before each size; True leaves out what is not measured yet.
     """
     base, heads, load = model.base, model.heads, OtherLoad()
     on_cpu = base.device.type == "cpu"
@@ -150,7 +152,13 @@ def measure_roofline(
         skipped = [case for case in cases if _too_much(case, roof, effort)]
         warnings += _skip_warning(cases, skipped, effort)
         kept = [case for case in cases if case not in skipped]
-        timed += [(case, median(stopwatch.seconds(case.prepare()))) for case in kept]
+        for case in kept:
+            if should_stop():
+                break
+            timed.append((case, median(stopwatch.seconds(case.prepare()))))
+    complete = not should_stop()
+    if not complete:
+        warnings.insert(0, "partial: interrupted before every size was measured")
 
     report("memory bandwidth and matrix rate, again")
     again = _roof(stopwatch, noise, effort)  # one of the two may have met a busy moment
@@ -166,6 +174,7 @@ def measure_roofline(
         attention_product=tuple(point for point in points if point.part is Part.PRODUCT),
         free=tuple(_free(base, roof, points, batch) for batch in batches),
         warnings=tuple(warnings),
+        complete=complete,
     )
 
 

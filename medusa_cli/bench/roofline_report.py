@@ -10,6 +10,8 @@ from medusa_cli.bench.tables import MISSING, Table, number
 
 FREE_COST = 1.25  # verification is free while its linear layers cost at most this many single rows
 
+SCHEMA = "medusa.roofline/1"
+
 
 class Part(StrEnum):
     """What is counted and measured."""
@@ -105,7 +107,11 @@ class FreeNodes:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A machine's roof, the parts of a decode step, and attention's matrix product alone."""
+    """A machine's roof, the parts of a decode step, and attention's matrix product alone.
+
+    Attributes:
+        complete: False when it was interrupted before every size was measured.
+    """
 
     device: str
     dtype: str
@@ -114,12 +120,15 @@ class Roofline:
     attention_product: tuple[Point, ...]
     free: tuple[FreeNodes, ...]
     warnings: tuple[str, ...]
+    complete: bool = True
 
 
 def to_data(roofline: Roofline) -> dict[str, Any]:
     """The roofline for JSON: SI units, and what follows from the measurements beside them."""
     roof = roofline.roof
     return {
+        "schema": SCHEMA,
+        "complete": roofline.complete,
         "device": roofline.device,
         "dtype": roofline.dtype,
         "bandwidth_bytes_per_second": roof.bandwidth,

@@ -66,6 +66,7 @@ class NodeSweep:
         traces: which answers were replayed, in words.
         plain_seconds: of a step of plain decoding.
         points: by shape and number of nodes.
+        complete: False when fewer rounds than planned were timed.
     """
 
     model: str
@@ -74,6 +75,7 @@ class NodeSweep:
     traces: str
     plain_seconds: float
     points: tuple[SweepPoint, ...]
+    complete: bool = True
 
     def speedup(self, point: SweepPoint) -> float:
         """Over plain decoding, which yields one token a step."""
@@ -96,6 +98,7 @@ def sweep_nodes(
     where: str,
     report: Callable[[str], None],
     clock: Callable[[], float] = time.perf_counter,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> NodeSweep:
     """Times a step with the best built and the best dense tree for each number of nodes."""
     assert model.heads is not None, "a sweep needs heads"
@@ -109,7 +112,7 @@ def sweep_nodes(
         dense = best_dense(traces, nodes)
         chosen += [(TreeShape.BUILT, nodes, built), (TreeShape.DENSE, nodes, dense)]
         trees |= {built.name: built, dense.name: dense}
-    seconds = measure_step_seconds(model.base, model.heads, trees, report, clock)
+    seconds = measure_step_seconds(model.base, model.heads, trees, report, clock, should_stop)
     points = {
         (shape, tree.choices): SweepPoint(
             shape, asked, tree.nodes, tree.depth, tree.name,
@@ -126,6 +129,7 @@ def sweep_nodes(
         f"(prompts {origin.prompts} {origin.prompts_digest})",
         plain_seconds=seconds[ROOT_ONLY.name],
         points=tuple(points.values()),
+        complete=not should_stop(),
     )
 
 
@@ -180,6 +184,7 @@ def tables(sweep: NodeSweep) -> list[Table]:
             (
                 f"* best on this machine: {best.nodes} nodes, {sweep.speedup(best):.2f}x plain",
                 f"tokens per step replayed on {sweep.traces}",
+                *([] if sweep.complete else ["partial: interrupted, fewer rounds were timed"]),
             ),
         )
     ]
@@ -189,6 +194,7 @@ def to_data(sweep: NodeSweep) -> dict[str, Any]:
     """The JSON object of a sweep."""
     return {
         "schema": SCHEMA,
+        "complete": sweep.complete,
         "model": sweep.model,
         "heads": sweep.heads,
         "where": sweep.where,

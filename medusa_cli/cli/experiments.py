@@ -25,6 +25,7 @@ from medusa_cli.bench.sweep_plot import (
 from medusa_cli.cli.bench_output import Findings
 from medusa_cli.cli.bench_progress import BenchProgress
 from medusa_cli.cli.bench_request import BenchRequest
+from medusa_cli.cli.interrupt import interruptible
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Acceptance, SamplingConfig
 from medusa_cli.decoding.measured import load_traces
@@ -94,16 +95,23 @@ def sweep_nodes(
     Raises:
         UsageError: the model has no heads.
     """
-    traces = _traces(model, request, streams)
-    with BenchProgress(streams, None, quiet=request.quiet) as progress:
-        sweep = nodes.sweep_nodes(model, traces, counts, _where(model), progress.note)
+    with (
+        interruptible() as interrupts,
+        BenchProgress(streams, None, quiet=request.quiet) as progress,
+    ):
+        traces = _traces(model, request, progress, interrupts)
+        if not traces.texts and interrupts():
+            raise KeyboardInterrupt
+        sweep = nodes.sweep_nodes(
+            model, traces, counts, _where(model), progress.note, should_stop=interrupts
+        )
     built = {p.nodes: p.step_seconds for p in sweep.of(nodes.TreeShape.BUILT)}
     kept = save_costs(costs_of(model.base, built))
     if not request.quiet:
         streams.note(f"medusa: step costs kept in {kept}")
     if request.plot is not None:
         plot_nodes(sweep, request.plot)
-    return Findings(nodes.tables(sweep), nodes.to_data(sweep), draw_nodes(sweep))
+    return Findings(nodes.tables(sweep), nodes.to_data(sweep), draw_nodes(sweep), sweep.complete)
 
 
 def sweep_temperature(
@@ -154,11 +162,18 @@ def sweep_temperature(
 
 def roofline(model: Medusa, request: BenchRequest, streams: Streams) -> Findings:
     """Where memory bandwidth and where arithmetic limits a step."""
-    with BenchProgress(streams, None, quiet=request.quiet) as progress:
-        found = measure_roofline(model, NODES, CONTEXTS, BATCHES, progress.note)
+    with (
+        interruptible() as interrupts,
+        BenchProgress(streams, None, quiet=request.quiet) as progress,
+    ):
+        found = measure_roofline(
+            model, NODES, CONTEXTS, BATCHES, progress.note, should_stop=interrupts
+        )
     if request.plot is not None:
         plot_roofline(found, request.plot)
-    return Findings(roofline_report.tables(found), roofline_report.to_data(found))
+    return Findings(
+        roofline_report.tables(found), roofline_report.to_data(found), complete=found.complete
+    )
 
 
 def compare(before: Path, after: Path, seed: int) -> Findings:
@@ -167,7 +182,12 @@ def compare(before: Path, after: Path, seed: int) -> Findings:
     return Findings(comparison.tables(found), comparison.to_data(found))
 
 
-def _traces(model: Medusa, request: BenchRequest, streams: Streams) -> Traces:
+def _traces(
+    model: Medusa,
+    request: BenchRequest,
+    progress: BenchProgress,
+    should_stop: Callable[[], bool],
+) -> Traces:
     """The traces kept for these heads; measured now where there are none, or texts were named."""
     of = accuracy.measured_subject(model)
     if model.heads is None or of is None:
@@ -177,15 +197,14 @@ def _traces(model: Medusa, request: BenchRequest, streams: Streams) -> Traces:
         return kept
     questions = read_questions(request.prompts)
     prompts = accuracy.PromptSet(request.prompts, accuracy.prompts_digest(questions))
-    chosen = spread(questions, request.limit)
-    with BenchProgress(streams, len(chosen), quiet=request.quiet) as progress:
-        return accuracy.measure_accuracy(
-            model,
-            chosen,
-            request.max_new_tokens,
-            prompts,
-            lambda stage: progress.advance(stage.text),
-        )
+    return accuracy.measure_accuracy(
+        model,
+        spread(questions, request.limit),
+        request.max_new_tokens,
+        prompts,
+        lambda stage: progress.note(stage.text),
+        should_stop,
+    )
 
 
 def _where(model: Medusa) -> str:

@@ -71,6 +71,7 @@ def measure_step_seconds(
     trees: Mapping[str, Tree],
     report: Callable[[str], None] = lambda _text: None,
     clock: Callable[[], float] = time.perf_counter,
+    should_stop: Callable[[], bool] = lambda: False,
     rounds: int = ROUNDS,
     context: int = CONTEXT,
 ) -> dict[str, float]:
@@ -78,7 +79,7 @@ def measure_step_seconds(
 
     Rounds go over all trees forwards and backwards in turn, so that drift hits all alike; the
     first one is not counted. Every step reads its tokens back to the host, which waits for the
-    device.
+    device. When `should_stop` says so after the first counted round, the rounds made so far count.
     """
     sampler = Sampler(SamplingConfig(seed=0), base.device)
     generator = torch.Generator().manual_seed(0)
@@ -90,6 +91,8 @@ def measure_step_seconds(
     buffers = {name: tree_buffers(tree, base.device) for name, tree in trees.items()}
     taken: dict[str, list[float]] = {name: [] for name in trees}
     for turn in range(rounds + 1):
+        if turn > 1 and should_stop():
+            break
         report(f"timing steps, round {turn} of {rounds}" if turn else "warming up")
         order = list(buffers) if turn % 2 else list(buffers)[::-1]
         for name in order:

@@ -112,7 +112,7 @@ def noise() -> Noise:
 # Counts.
 
 
-def test_linear_layers_of_a_llama_with_two_kv_heads():
+def test_linear_layers_of_a_llama_with_two_kv_heads() -> None:
     # A layer: q, o 32x32; k, v 32x16; gate, up 32x48; down 48x32: 7,680 weights. LM head: 8,320.
     weights = 2 * 7680 + 8320
     # Inputs of a row: 6 x 32 + 48; outputs: 3 x 32 + 2 x 16 + 2 x 48; LM head: 32 + 260.
@@ -122,7 +122,7 @@ def test_linear_layers_of_a_llama_with_two_kv_heads():
     assert work == Work(142_080, 109_360)
 
 
-def test_linear_layers_of_gpt_neox_with_biases():
+def test_linear_layers_of_gpt_neox_with_biases() -> None:
     # A layer: 32x96, 32x32, 32x48, 48x32 and 208 biases; LM head: 8,320, no bias.
     weights, biases = 2 * 7168 + 8320, 2 * 208
     activations = 2 * (144 + 208) + 292
@@ -131,25 +131,25 @@ def test_linear_layers_of_gpt_neox_with_biases():
     assert work == Work(45_312, 96_272)
 
 
-def test_conv1d_is_linear_and_a_tied_lm_head_counts_but_its_embedding_does_not():
+def test_conv1d_is_linear_and_a_tied_lm_head_counts_but_its_embedding_does_not() -> None:
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64)
     base = BaseModel(GPT2LMHeadModel(config).eval())
     assert base.lm_head.weight is base.embedding.weight
     assert counts.linear_work(base, rows=1).flops == 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128 + 8320)
 
 
-def test_half_precision_halves_the_bytes_and_keeps_the_flops():
+def test_half_precision_halves_the_bytes_and_keeps_the_flops() -> None:
     full = counts.linear_work(tiny_base(), rows=5)
     half = counts.linear_work(BaseModel(tiny_module().to(torch.bfloat16)), rows=5)
     assert half == Work(full.flops, full.bytes // 2)
 
 
-def test_a_layer_used_in_two_places_counts_twice():
+def test_a_layer_used_in_two_places_counts_twice() -> None:
     layer = nn.Linear(4, 4)
     assert len(counts.linear_layers(nn.ModuleList([layer, layer]))) == 2
 
 
-def test_fused_experts_are_left_out_with_a_warning():
+def test_fused_experts_are_left_out_with_a_warning() -> None:
     config = MixtralConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -164,33 +164,33 @@ def test_fused_experts_are_left_out_with_a_warning():
     assert "left out" in warning
 
 
-def test_all_weights_of_dense_models_are_counted(base: BaseModel):
+def test_all_weights_of_dense_models_are_counted(base: BaseModel) -> None:
     assert counts.uncounted_weights(base) == ()
 
 
-def test_attention_reads_keys_once_per_kv_head_and_a_mask_per_sequence():
+def test_attention_reads_keys_once_per_kv_head_and_a_mask_per_sequence() -> None:
     # 13 columns. Keys, values 2 x 2 x 13 x 8; queries, output 2 x 4 x 3 x 8; mask 3 x 13.
     work = counts.attention_work(SHAPE, context=10, nodes=3, batch=2, itemsize=4)
     assert work.flops == 2 * 2 * (2 * 4 * 3 * 13 * 8 * 2)
     assert work.bytes == 2 * 2 * 4 * (416 + 192 + 39)
 
 
-def test_a_lone_root_has_no_mask():
+def test_a_lone_root_has_no_mask() -> None:
     work = counts.attention_work(SHAPE, context=10, nodes=1, batch=1, itemsize=2)
     assert work.bytes == 2 * 2 * (2 * 2 * 11 * 8 + 2 * 4 * 8)
 
 
-def test_the_product_writes_its_scores_and_reads_them_back():
+def test_the_product_writes_its_scores_and_reads_them_back() -> None:
     work = counts.product_work(SHAPE, context=10, nodes=3, batch=2, itemsize=4)
     assert work == Work(2 * 4992, 2 * 4 * (416 + 192 + 2 * 4 * 3 * 13))
 
 
-def test_attention_shape_comes_from_the_config():
+def test_attention_shape_comes_from_the_config() -> None:
     assert counts.attention_shape(tiny_base("llama")) == SHAPE
     assert counts.attention_shape(tiny_base("gpt_neox")) == AttentionShape(2, 4, 4, 8)
 
 
-def test_a_head_may_be_wider_than_hidden_size_over_heads():
+def test_a_head_may_be_wider_than_hidden_size_over_heads() -> None:
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -204,7 +204,7 @@ def test_a_head_may_be_wider_than_hidden_size_over_heads():
     assert counts.attention_shape(base) == AttentionShape(3, 4, 1, 16)
 
 
-def test_falcon_says_one_kv_head_in_its_own_way():
+def test_falcon_says_one_kv_head_in_its_own_way() -> None:
     config = FalconConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
     )
@@ -229,13 +229,15 @@ def test_falcon_says_one_kv_head_in_its_own_way():
         ("draft vocabulary", 1, 2 * 2 * (1024 + 3200), 2 * (1056 + 64) + 3200 + 2 * 132),
     ],
 )
-def test_heads_run_on_one_row_per_sequence(kind: str, batch: int, flops: int, elements: int):
+def test_heads_run_on_one_row_per_sequence(
+    kind: str, batch: int, flops: int, elements: int
+) -> None:
     base = tiny_base()
     work = counts.heads_work(base, make_heads(base, kind), used=2, batch=batch)
     assert work == Work(flops, 4 * elements)
 
 
-def test_only_the_heads_used_are_counted():
+def test_only_the_heads_used_are_counted() -> None:
     base = tiny_base()
     heads = make_heads(base, "own LM head")
     assert counts.heads_work(base, heads, 1, 1) * 2 == counts.heads_work(base, heads, 2, 1)
@@ -252,17 +254,17 @@ def _flops(case: Case) -> int:
     return counter.get_total_flops()
 
 
-def test_the_linear_layers_run_are_those_counted(noise: Noise, base: BaseModel):
+def test_the_linear_layers_run_are_those_counted(noise: Noise, base: BaseModel) -> None:
     for case in linear_cases(noise, base, [1, 5], [1, 2]):
         assert _flops(case) == case.work.flops
 
 
-def test_the_attention_run_is_that_counted(noise: Noise):
+def test_the_attention_run_is_that_counted(noise: Noise) -> None:
     for case in attention_cases(noise, SHAPE, [1, 5], [7], [1, 2]):
         assert _flops(case) == case.work.flops
 
 
-def test_the_product_run_is_that_counted(noise: Noise):
+def test_the_product_run_is_that_counted(noise: Noise) -> None:
     for case in product_cases(noise, SHAPE, 7, [1, 5], [1, 2]):
         assert _flops(case) == case.work.flops
 
@@ -270,13 +272,13 @@ def test_the_product_run_is_that_counted(noise: Noise):
 @pytest.mark.parametrize(
     "kind", ["own LM head", "shared LM head", "conditioned", "draft vocabulary"]
 )
-def test_the_heads_run_are_those_counted(noise: Noise, kind: str):
+def test_the_heads_run_are_those_counted(noise: Noise, kind: str) -> None:
     base = tiny_base()
     for case in head_cases(noise, base, make_heads(base, kind), 2, [1, 3]):
         assert _flops(case) == case.work.flops
 
 
-def test_noise_that_does_not_fit_the_buffer_is_made(noise: Noise):
+def test_noise_that_does_not_fit_the_buffer_is_made(noise: Noise) -> None:
     assert [slot.shape for slot in noise.slots(3, 1 << 17)] == [(1 << 17,)]
     assert len(noise.slots(3, 1 << 15)) == 2
 
@@ -284,18 +286,18 @@ def test_noise_that_does_not_fit_the_buffer_is_made(noise: Noise):
 # Roof arithmetic.
 
 
-def test_a_roof_rises_to_its_ridge_and_is_flat_behind_it():
+def test_a_roof_rises_to_its_ridge_and_is_flat_behind_it() -> None:
     roof = Roof(bandwidth=10.0, flops=40.0)
     assert roof.ridge == 4.0
     assert [roof.attainable(x) for x in (1.0, 4.0, 100.0)] == [10.0, 40.0, 40.0]
 
 
-def test_memory_limits_below_the_ridge_and_arithmetic_from_it_on():
+def test_memory_limits_below_the_ridge_and_arithmetic_from_it_on() -> None:
     roof = Roof(bandwidth=10.0, flops=40.0)
     assert [roof.limit(x) for x in (3.9, 4.0)] == [Limit.MEMORY, Limit.COMPUTE]
 
 
-def test_a_point_knows_its_rate_and_its_share_of_the_roof():
+def test_a_point_knows_its_rate_and_its_share_of_the_roof() -> None:
     point = Point(Part.LINEARS, 1, None, 1, Work(20, 10), 4.0, Roof(bandwidth=10.0, flops=40.0))
     assert (point.work.intensity, point.achieved, point.limit) == (2.0, 5.0, Limit.MEMORY)
     assert point.share == 0.25
@@ -304,11 +306,11 @@ def test_a_point_knows_its_rate_and_its_share_of_the_roof():
 # Measuring.
 
 
-def test_the_roof_follows_from_the_clock(roofline: Roofline):
+def test_the_roof_follows_from_the_clock(roofline: Roofline) -> None:
     assert roofline.roof == Roof(bandwidth=BUFFER / TICK, flops=2 * 16**3 / TICK)
 
 
-def test_every_part_is_measured_at_every_size(roofline: Roofline):
+def test_every_part_is_measured_at_every_size(roofline: Roofline) -> None:
     sizes = {
         part: [(p.nodes, p.context, p.batch) for p in roofline.points if p.part is part]
         for part in Part
@@ -320,34 +322,34 @@ def test_every_part_is_measured_at_every_size(roofline: Roofline):
     assert all(p.seconds == TICK for p in roofline.points + roofline.attention_product)
 
 
-def test_achieved_flops_are_counted_work_over_measured_time(roofline: Roofline):
+def test_achieved_flops_are_counted_work_over_measured_time(roofline: Roofline) -> None:
     point = next(
         p for p in roofline.points if (p.part, p.nodes, p.batch) == ("linear layers", 1, 3)
     )
     assert point.achieved == 142_080 / TICK
 
 
-def test_one_node_is_always_among_the_nodes():
+def test_one_node_is_always_among_the_nodes() -> None:
     found = measure_roofline(
         make_medusa(tiny_base()), [4], [8], [1], [].append, FakeClock(), EFFORT
     )
     assert [p.nodes for p in found.points if p.part is Part.LINEARS] == [1, 4]
 
 
-def test_a_plain_model_has_no_heads_part():
+def test_a_plain_model_has_no_heads_part() -> None:
     found = measured(make_medusa(tiny_base()))
     assert {p.part for p in found.points} == {Part.LINEARS, Part.ATTENTION}
     assert "Medusa heads" not in [table.title for table in tables(found)]
 
 
-def test_sizes_beyond_the_memory_bound_are_skipped_with_a_warning(roofline: Roofline):
+def test_sizes_beyond_the_memory_bound_are_skipped_with_a_warning(roofline: Roofline) -> None:
     assert 0 < len(roofline.attention_product) < 32
     assert all(p.work.bytes <= EFFORT.memory for p in roofline.attention_product)
     left_out = 32 - len(roofline.attention_product)
     assert any(f"attention matrix product: {left_out} of 32" in w for w in roofline.warnings)
 
 
-def test_sizes_beyond_the_time_bound_are_skipped_with_a_warning():
+def test_sizes_beyond_the_time_bound_are_skipped_with_a_warning() -> None:
     # By this clock's roof, 8,192 FLOPs a tick, the linear layers take 6 ticks a row.
     found = measured(make_medusa(tiny_base()), effort=Effort(BUFFER, 1 << 20, 10 * TICK, 1, (16,)))
     linears = [p for p in found.points if p.part is Part.LINEARS]
@@ -355,7 +357,7 @@ def test_sizes_beyond_the_time_bound_are_skipped_with_a_warning():
     assert any(w.startswith("linear layers: 5 of 6 sizes") for w in found.warnings)
 
 
-def test_a_context_beyond_the_models_is_left_out_with_a_warning():
+def test_a_context_beyond_the_models_is_left_out_with_a_warning() -> None:
     found = measure_roofline(
         make_medusa(tiny_base()), [1], [8, 4096], [1], [].append, FakeClock(), EFFORT
     )
@@ -363,7 +365,7 @@ def test_a_context_beyond_the_models_is_left_out_with_a_warning():
     assert any("4096" in w for w in found.warnings)
 
 
-def test_progress_names_each_stage():
+def test_progress_names_each_stage() -> None:
     heard: list[str] = []
     base = tiny_base()
     medusa = make_medusa(base, make_heads(base, "shared LM head"))
@@ -373,7 +375,7 @@ def test_progress_names_each_stage():
     assert all(map(str.startswith, heard, stages))
 
 
-def test_free_nodes_by_count_lie_where_the_intensity_meets_the_ridge(roofline: Roofline):
+def test_free_nodes_by_count_lie_where_the_intensity_meets_the_ridge(roofline: Roofline) -> None:
     base = tiny_base()
     effort = Effort(1 << 18, 1 << 20, float("inf"), 1, (64,))  # ridge 2: above one row's 0.5
     ridge = 2 * 64**3 / (1 << 18)
@@ -386,12 +388,12 @@ def test_free_nodes_by_count_lie_where_the_intensity_meets_the_ridge(roofline: R
     assert [free.counted for free in roofline.free] == [0, 0]
 
 
-def test_a_ridge_above_every_intensity_leaves_all_nodes_free():
+def test_a_ridge_above_every_intensity_leaves_all_nodes_free() -> None:
     effort = Effort(1 << 18, 1 << 20, float("inf"), 1, (256,))  # ridge 128
     assert measured(make_medusa(tiny_base()), effort=effort).free[0].counted is None
 
 
-def test_free_nodes_as_measured_cost_at_most_a_quarter_more_than_one():
+def test_free_nodes_as_measured_cost_at_most_a_quarter_more_than_one() -> None:
     base, clock = tiny_base(), FakeClock()
     cost = {1: 0.1, 2: 0.12, 4: 0.14, 3: 0.1, 6: 0.2, 12: 0.12}
 
@@ -408,7 +410,7 @@ def test_free_nodes_as_measured_cost_at_most_a_quarter_more_than_one():
 # Reports.
 
 
-def test_tables_have_a_cell_for_each_column(roofline: Roofline):
+def test_tables_have_a_cell_for_each_column(roofline: Roofline) -> None:
     found = tables(roofline)
     assert [table.title for table in found] == [
         "Roof",
@@ -422,7 +424,7 @@ def test_tables_have_a_cell_for_each_column(roofline: Roofline):
         assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
-def test_the_linear_table_says_what_limits_and_what_is_free(roofline: Roofline):
+def test_the_linear_table_says_what_limits_and_what_is_free(roofline: Roofline) -> None:
     table = tables(roofline)[1]
     assert dict(zip(table.columns, table.rows[3], strict=True)) == {
         "batch": "3",
@@ -439,7 +441,7 @@ def test_the_linear_table_says_what_limits_and_what_is_free(roofline: Roofline):
     assert "up to 4 as measured" in table.notes[1]
 
 
-def test_what_the_grid_lacks_is_marked(roofline: Roofline):
+def test_what_the_grid_lacks_is_marked(roofline: Roofline) -> None:
     # Batch 4 fits the memory bound with one node alone.
     table = tables(roofline)[-1]
     assert table.columns[2:4] == ("batch 1, GFLOP/s", "batch 4, GFLOP/s")
@@ -448,7 +450,7 @@ def test_what_the_grid_lacks_is_marked(roofline: Roofline):
     assert "–" not in {row[2] for row in table.rows}
 
 
-def test_data_survives_json(roofline: Roofline):
+def test_data_survives_json(roofline: Roofline) -> None:
     data = to_data(roofline)
     assert json.loads(json.dumps(data)) == data
     assert data["bandwidth_bytes_per_second"] == BUFFER / TICK
@@ -456,7 +458,7 @@ def test_data_survives_json(roofline: Roofline):
     assert data["points"][0]["limit"] == "compute"
 
 
-def test_the_plot_is_a_png_or_an_svg_by_suffix(roofline: Roofline, tmp_path: Path):
+def test_the_plot_is_a_png_or_an_svg_by_suffix(roofline: Roofline, tmp_path: Path) -> None:
     plot_roofline(roofline, tmp_path / "roof.png")
     plot_roofline(roofline, tmp_path / "roof.svg")
     assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -466,13 +468,13 @@ def test_the_plot_is_a_png_or_an_svg_by_suffix(roofline: Roofline, tmp_path: Pat
         assert text in drawing
 
 
-def test_a_plain_models_plot_needs_no_product(roofline: Roofline, tmp_path: Path):
+def test_a_plain_models_plot_needs_no_product(roofline: Roofline, tmp_path: Path) -> None:
     bare = Roofline("cpu", "float32", roofline.roof, roofline.points[:1], (), (), ())
     plot_roofline(bare, tmp_path / "roof.png")
     assert (tmp_path / "roof.png").stat().st_size > 0
 
 
-def test_an_interrupt_leaves_the_points_measured_so_far():
+def test_an_interrupt_leaves_the_points_measured_so_far() -> None:
     asked = iter([False] * 3)
     found = measure_roofline(
         make_medusa(tiny_base()), [1, 2, 4], [8], [1], [].append, FakeClock(), EFFORT,

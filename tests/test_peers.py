@@ -189,3 +189,16 @@ def test_a_gguf_file_of_another_model_is_refused(
     arm = peer_arm("llama-cpp", model, setup())
     assert isinstance(arm, Unavailable)
     assert "another model" in arm.reason
+
+
+def test_a_gguf_file_that_does_not_load_is_a_reason(
+    model: Medusa, model_folder: Path, llama_cpp: list[FakeLlama], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_self: FakeLlama) -> int:
+        raise ValueError("Failed to load model from file")
+
+    del llama_cpp
+    (model_folder / "tiny.gguf").touch()
+    monkeypatch.setattr(FakeLlama, "n_vocab", broken)
+    arm = peer_arm("llama-cpp", model, setup())
+    assert arm == Unavailable("llama-cpp", "Failed to load model from file")

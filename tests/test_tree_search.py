@@ -12,6 +12,7 @@ from medusa_cli.decoding.head_accuracy import head_accuracy
 from medusa_cli.decoding.traces import MISS, Provenance, TextTrace, Traces, mean_accept_length
 from medusa_cli.decoding.tree import MAX_NODES, Choice, Tree, load_tree, static_tree
 from medusa_cli.decoding.tree_search import (
+    build_for_decoding,
     build_from_accuracy,
     build_from_traces,
     expected_from_accuracy,
@@ -119,6 +120,42 @@ def test_heads_that_are_right_together_get_another_tree() -> None:
     assert (1, 1) not in independent.choices
     assert expected_from_traces(joint, recorded) > expected_from_traces(independent, recorded)
     assert mean_accept_length(joint, recorded) > mean_accept_length(independent, recorded)
+
+
+def test_a_search_for_decoding_is_never_worse_than_the_others_in_replay() -> None:
+    generator = random.Random(3)
+    for _ in range(20):
+        texts = tuple(
+            TextTrace(str(i), "", 0, False, 31, tuple(
+                tuple(generator.choice([0, 0, 1, 2, MISS]) for _ in range(min(3, 30 - t)))
+                for t in range(30)
+            ))
+            for i in range(3)
+        )  # fmt: skip
+        recorded = Traces(PROVENANCE, 3, texts)
+        accuracy = head_accuracy(texts, 3).ranks()
+        built = mean_accept_length(build_for_decoding("d", recorded, 6), recorded)
+        assert built >= mean_accept_length(build_from_traces("t", recorded, 6), recorded)
+        assert built >= mean_accept_length(build_from_accuracy("a", accuracy, 6, ""), recorded)
+
+
+def test_positions_that_decoding_steps_over_do_not_count() -> None:
+    """In one text a chain of rank 0 is always right, and decoding is through with it in a few
+    steps. In the others only rank 1 of head 1 is, and every step begins in them.
+    """
+    easy = TextTrace("easy", "", 0, False, 41, tuple((0,) * min(4, 40 - t) for t in range(40)))
+    hard = [
+        TextTrace(
+            str(i), "", 0, False, 19, tuple((1, MISS, MISS, MISS)[: 18 - t] for t in range(18))
+        )
+        for i in range(2)
+    ]
+    recorded = Traces(PROVENANCE, 4, (easy, *hard))
+    everywhere = build_from_traces("t", recorded, 4)
+    assert everywhere.choices == ((0,), (0, 0), (0, 0, 0))
+    decoding = build_for_decoding("d", recorded, 4)
+    assert (1,) in decoding.choices
+    assert mean_accept_length(decoding, recorded) > mean_accept_length(everywhere, recorded)
 
 
 def test_equal_counts_are_ordered_by_products_then_depth() -> None:

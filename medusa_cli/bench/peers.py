@@ -1,5 +1,6 @@
 """Arms of other decoders on the same weights: transformers' own modes and llama.cpp."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from medusa_cli.bench.arms import Arm, ArmInfo, ArmKind, OnStep, Unavailable
 from medusa_cli.config import SamplingConfig
-from medusa_cli.errors import MedusaError, UsageError
+from medusa_cli.errors import UsageError
 from medusa_cli.models.loader import LoadOptions, load_base, load_tokenizer
 from medusa_cli.models.sources import Finder
 from medusa_cli.session import Medusa
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PEERS = ("hf", "hf-compile", "prompt-lookup", "assisted:MODEL", "llama-cpp[:FILE.gguf]")
+_PEER = re.compile(r"hf|hf-compile|prompt-lookup|assisted:.+|llama-cpp(:.+)?")
 LOOKUP_TOKENS = 10  # the value in transformers' own documentation of prompt lookup
 LLAMA_CPP_CONTEXT = 8192  # its KV cache is allocated at once
 # Fields of `SamplingConfig` that transformers' `GenerationConfig` has under the same names.
@@ -46,10 +48,7 @@ class PeerSetup:
 
 def check_peer(name: str) -> None:
     """Raises `UsageError` when there is no peer of that name."""
-    kind, _, argument = name.partition(":")
-    known = {peer.partition(":")[0].partition("[")[0]: ":" in peer for peer in PEERS}
-    takes, needs = known.get(kind, False), kind == "assisted"
-    if kind not in known or (argument and not takes) or (needs and not argument):
+    if _PEER.fullmatch(name) is None:
         raise UsageError(f"--against must be one of {', '.join(PEERS)}, not '{name}'")
 
 
@@ -70,8 +69,8 @@ def peer_arm(name: str, model: Medusa, setup: PeerSetup) -> Arm | Unavailable:
                 return _assisted_arm(name, argument, model, setup)
             case _:
                 return _llama_cpp_arm(name, argument, model, setup)
-    except MedusaError as error:
-        return Unavailable(name, str(error))
+    except Exception as error:  # noqa: BLE001  # whatever a peer's library raises: it is reported
+        return Unavailable(name, str(error) or type(error).__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from medusa_cli.bench.tables import Table, number
 from medusa_cli.decoding.step_cost import measure_step_seconds
 from medusa_cli.decoding.traces import Traces, mean_accept_length
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree, dense_tree
-from medusa_cli.decoding.tree_search import build_from_traces, right_counts
+from medusa_cli.decoding.tree_search import build_for_decoding, right_counts
 from medusa_cli.session import Medusa
 
 SCHEMA = "medusa.sweep-nodes/1"
@@ -108,7 +108,7 @@ def sweep_nodes(
         if nodes == 1:
             chosen.append((TreeShape.BUILT, 1, ROOT_ONLY))
             continue
-        built = build_from_traces(f"built_{nodes}", traces, nodes)
+        built = build_for_decoding(f"built_{nodes}", traces, nodes)
         dense = best_dense(traces, nodes)
         chosen += [(TreeShape.BUILT, nodes, built), (TreeShape.DENSE, nodes, dense)]
         trees |= {built.name: built, dense.name: dense}
@@ -172,6 +172,9 @@ def tables(sweep: NodeSweep) -> list[Table]:
         for point in sweep.of(shape)
     )
     best = sweep.best
+    verdict = f"{best.nodes} nodes, {sweep.speedup(best):.2f}x plain"
+    if best.nodes == 1:
+        verdict = "plain decoding: no tree pays"
     columns = (
         "tree for nodes", "name", "nodes", "depth", "step ms", "x plain step", "tokens/step",
         "tokens/s", "speedup",
@@ -182,7 +185,7 @@ def tables(sweep: NodeSweep) -> list[Table]:
             columns,
             rows,
             (
-                f"* best on this machine: {best.nodes} nodes, {sweep.speedup(best):.2f}x plain",
+                f"* best on this machine: {verdict}",
                 f"tokens per step replayed on {sweep.traces}",
                 *([] if sweep.complete else ["partial: interrupted, fewer rounds were timed"]),
             ),

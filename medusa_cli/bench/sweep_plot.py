@@ -46,11 +46,11 @@ def plot_nodes(sweep: NodeSweep, path: Path) -> None:
     best = sweep.best
     speed.plot(
         best.nodes, best.tokens_per_second, marker="*", markersize=14, color="black",
-        linestyle="none", label=f"best: {best.nodes} nodes, {sweep.speedup(best):.2f}x plain",
+        linestyle="none", label=f"best: nodes {best.nodes}, {sweep.speedup(best):.2f}x plain",
     )  # fmt: skip
-    for axes in (cost, gain, speed):
+    for axes, corner in ((cost, "upper left"), (gain, "lower right"), (speed, "lower left")):
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-        axes.legend(loc="best", fontsize="small")
+        axes.legend(loc=corner, fontsize="small")
     figure.suptitle(f"{sweep.model}: cost and gain of tree nodes ({sweep.where})")
     figure.savefig(path, dpi=150)
 

@@ -185,7 +185,7 @@ def _built(
     if basis is Basis.TRACES and traces is None:
         raise TreeError(f"there are no traces of heads {of.heads}: {_MEASURE}")
     if traces is not None and basis is not Basis.ACCURACY:
-        tree = tree_search.build_from_traces("built", traces, nodes)
+        tree = tree_search.build_for_decoding("built", traces, nodes)
         return tree, tree_search.expected_from_traces(tree, traces)
     accuracy, source = _accuracy(of, report)
     tree = tree_search.build_from_accuracy("built", accuracy, nodes, source)

@@ -23,7 +23,9 @@ def tables(report: BenchReport, token_text: TokenText) -> list[Table]:
     if any(row.category for arm in report.arms for row in arm.categories):
         found.append(_categories(report.arms))
     if drafting:
-        found += [_lengths(drafting), _depths(drafting)]
+        found.append(_lengths(drafting))
+    if any(arm.accepted_by_depth for arm in drafting):
+        found.append(_depths(drafting))
     if any(arm.over for arm in report.arms):
         found.append(_over(report.arms))
     found.append(_beyond(report.arms))
@@ -112,14 +114,16 @@ def _category(row: CategorySummary | None) -> str:
 
 
 def _lengths(arms: Sequence[ArmSummary]) -> Table:
-    longest = min(max(length for arm in arms for length in arm.accept_lengths), LONGEST)
+    found = max(length for arm in arms for length in arm.accept_lengths)
+    longest = min(found, LONGEST)
     rows = []
     for arm in arms:
         steps = sum(arm.accept_lengths.values())
         shares = [arm.accept_lengths.get(length, 0) / steps for length in range(1, longest)]
         shares.append(1 - sum(shares))
         rows.append((arm.info.name, str(steps), *(f"{share:.0%}" for share in shares)))
-    columns = ("arm", "steps", *map(str, range(1, longest)), f"{longest}+")
+    last = f"{longest}+" if found > longest else str(longest)
+    columns = ("arm", "steps", *map(str, range(1, longest)), last)
     note = "accept length: tokens accepted by one verification, the base token included"
     return Table("Share of steps with each accept length", columns, tuple(rows), (note,))
 

@@ -1,6 +1,9 @@
 """`medusa bench` on the command line: formats, refusals, interrupts."""
 
+import io
 import json
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,10 @@ import pytest
 
 from conftest import CONTEXT
 from medusa_cli.bench import runner
-from medusa_cli.cli.bench_request import parse_nodes, parse_temperatures
+from medusa_cli.bench.tables import Table
+from medusa_cli.cli.bench_output import Findings, show
+from medusa_cli.cli.bench_request import BenchFormat, parse_nodes, parse_temperatures
+from medusa_cli.cli.streams import Streams
 from medusa_cli.errors import UsageError
 from medusa_cli.text.prompt_files import read_questions, spread
 from test_cli import Outcome, medusa
@@ -95,6 +101,27 @@ def test_the_table_names_baseline_interval_and_equality(model_folder: Path, prom
     assert "By category" in outcome.out
     assert "\x1b" not in outcome.out + outcome.err
     assert "medusa: a/1  plain" in outcome.err, "progress, a line each where there is no terminal"
+
+
+@pytest.mark.parametrize(("columns", "blocks"), [(80, False), (28, True)])
+def test_a_table_wider_than_the_terminal_is_shown_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, columns: int, blocks: bool
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    cells = ("a [b] c", "1.00x [1, 2]", "8/8")
+    table = Table("Title", ("arm", "speedup", "same"), (cells,))
+    out = Terminal()
+    show(Findings([table], {}), BenchFormat.TABLE, Streams(sys.stdin, out, sys.stderr))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+    assert lines[0].strip() == "Title"
+    assert all(len(line) <= columns for line in lines)
+    assert ("   speedup  1.00x [1, 2]" in lines) is blocks
+    assert any("a [b] c" in line for line in lines), "brackets are not markup"
 
 
 def test_quiet_shows_no_progress(model_folder: Path, prompts: Path) -> None:

@@ -44,16 +44,7 @@ def show(findings: Findings, format_: BenchFormat, streams: Streams) -> None:
     if streams.stdout.isatty():
         console = Console(file=streams.stdout, highlight=False)
         for table in findings.tables:
-            drawn = _rich(table)
-            if console.measure(drawn, options=console.options.update(width=_ANY)).maximum <= (
-                console.width
-            ):
-                console.print(drawn)
-            else:
-                console.print(Text(_records(table)))
-            for note in table.notes:
-                console.print(Text(note, style="dim"))
-            console.print()
+            _print(table, console)
     else:
         streams.write(to_text(findings.tables))
     if findings.art:
@@ -82,21 +73,25 @@ def _text(findings: Findings, format_: BenchFormat, *, indent: bool) -> str:
             return to_json(findings.data, indent=1 if indent else None)
 
 
-def _rich(table: Table) -> RichTable:
-    drawn = RichTable(
-        title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+def _print(table: Table, console: Console) -> None:
+    """Title, columns where the terminal is wide enough, else a block for each row; notes."""
+    console.print(Text(table.title, style="bold"))
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(table.columns):
         drawn.add_column(Text(column), justify="left" if i == 0 else "right")
     for row in table.rows:
         drawn.add_row(*map(Text, row))
-    return drawn
+    wanted = console.measure(drawn, options=console.options.update(width=_ANY)).maximum
+    console.print(drawn if wanted <= console.width else Text(_records(table)))
+    for note in table.notes:
+        console.print(Text(note, style="dim"))
+    console.print()
 
 
 def _records(table: Table) -> str:
     """A table that is wider than the terminal: a block for each row, a line for each cell."""
     width = max(map(len, table.columns[1:]))
-    lines = [table.title, ""]
+    lines = []
     for first, *cells in table.rows:
         lines.append(f" {first}")
         pairs = zip(table.columns[1:], cells, strict=True)

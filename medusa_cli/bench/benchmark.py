@@ -121,7 +121,8 @@ def make_report(
 ) -> BenchReport:
     """Summaries, hashes and warnings of a measurement."""
     infos = [arm.info for arm in arms]
-    summaries = summarise(infos, measurement.runs, _Gaps(model.base), seed)
+    gaps = _Gaps(model.base, greedy=infos[0].sampling.temperature == 0)
+    summaries = summarise(infos, measurement.runs, gaps, seed)
     hashes = {
         "weights": tensors_sha256(model.base.module),
         "prompts": questions_sha256(questions),
@@ -161,10 +162,13 @@ def reads_like_noise(base: BaseModel, ids: Sequence[int]) -> bool:
 
 
 class _Gaps:
-    """The base model's top-2 logit gap at a token of an answer, for the first few asked for."""
+    """The base model's top-2 logit gap at a token of an answer, for the first few asked for.
 
-    def __init__(self, base: BaseModel) -> None:
-        self._base, self._left = base, SHOWN_GAPS
+    Under sampling it tells nothing: there the scores carry noise.
+    """
+
+    def __init__(self, base: BaseModel, *, greedy: bool) -> None:
+        self._base, self._left = base, SHOWN_GAPS if greedy else 0
 
     def __call__(self, run: Run, index: int) -> float | None:
         if self._left == 0:

@@ -230,23 +230,39 @@ def test_what_does_not_fit_the_context_is_left_out_and_said() -> None:
 
 def test_an_interrupt_leaves_what_was_measured() -> None:
     arms = two_arms([])
-
-    def interrupt(ids: Sequence[int]) -> float:
-        if ids[0] == 3:
-            raise KeyboardInterrupt
-        return 1.0
-
-    arms[0].seconds = interrupt
     found = Measurement()
-    clock = arms[0].clock
-    plan = Plan(max_new_tokens=5, warmup=0)
-    runner = Runner(arms, conversation(), plan, lambda _run: None, Memory(), clock)
+    runner = Runner(
+        arms,
+        conversation(),
+        Plan(max_new_tokens=5, warmup=0),
+        lambda _run: None,
+        Memory(),
+        arms[0].clock,
+        should_stop=lambda: len(found.runs) == 4,
+    )
     with pytest.raises(KeyboardInterrupt):
         runner.run(questions(4), found)
-    assert len(found.runs) == 4
+    assert len(found.runs) == 4, "the run that was begun does not count"
     assert not found.complete
     said = warnings(summaries(arms, found), found.runs, Conditions(0.0, complete=False))
     assert said[0].startswith("partial")
+
+
+def test_an_interrupt_counts_during_the_warm_up_too() -> None:
+    arms = two_arms([])
+    found = Measurement()
+    runner = Runner(
+        arms,
+        conversation(),
+        Plan(max_new_tokens=5),
+        lambda _run: None,
+        Memory(),
+        arms[0].clock,
+        should_stop=lambda: True,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(questions(4), found)
+    assert arms[0].log == [PLAIN]
 
 
 def test_a_bootstrap_interval_is_the_known_one() -> None:

@@ -93,17 +93,26 @@ def run_benchmark(
     plan: Plan,
     measurement: Measurement,
     on_run: Callable[[Run], None],
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Conditions:
-    """Runs everything into `measurement`; an interrupt ends it early and is not raised."""
+    """Runs everything into `measurement`; an interrupt ends it early and is not raised.
+
+    Args:
+        on_run: hears every finished run.
+        should_stop: asked after each step; True is an interrupt.
+    """
     talk = conversation(model)
     load = OtherLoad()
     noise: list[str] = []
     try:
         for question in questions:
+            if should_stop():
+                raise KeyboardInterrupt
             if reads_like_noise(model.base, talk.encode(question, [])):
                 noise.append(question.id)
         load = OtherLoad()
-        runner = Runner(arms, talk, plan, on_run, memory_meter(model.base.device))
+        meter = memory_meter(model.base.device)
+        runner = Runner(arms, talk, plan, on_run, meter, should_stop=should_stop)
         runner.run(questions, measurement)
     except KeyboardInterrupt:
         measurement.complete = False

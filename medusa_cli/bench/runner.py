@@ -154,6 +154,7 @@ class Runner:
         on_run: hears every finished run.
         clock: seconds.
         memory: what is in use.
+        should_stop: asked after each step; True raises `KeyboardInterrupt` out of `run`.
     """
 
     def __init__(
@@ -164,10 +165,12 @@ class Runner:
         on_run: Callable[[Run], None],
         memory: MemoryMeter,
         clock: Callable[[], float] = time.perf_counter,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._arms = list(arms)
         self._conversation, self._plan = conversation, plan
         self._on_run, self._memory, self._clock = on_run, memory, clock
+        self._should_stop = should_stop
 
     def run(self, questions: Sequence[Question], measurement: Measurement) -> None:
         """Adds runs to `measurement`, which is right also when an interrupt ends this early."""
@@ -208,6 +211,7 @@ class Runner:
                 def count(_tokens: Sequence[int], _accept: int) -> None:
                     nonlocal steps
                     steps += 1
+                    self._check_interrupt()
                     if steps > WARMUP_STEPS:
                         raise _WarmedUpError
 
@@ -236,6 +240,7 @@ class Runner:
             if accept_length > 0:
                 lengths.append(accept_length)
             self._memory.sample()
+            self._check_interrupt()
             started = self._clock()  # what happened here is not the arm's time
 
         try:
@@ -261,6 +266,10 @@ class Runner:
         )
         measurement.runs.append(run)
         self._on_run(run)
+
+    def _check_interrupt(self) -> None:
+        if self._should_stop():
+            raise KeyboardInterrupt
 
     def _drop(self, arm: Arm, error: Exception, measurement: Measurement) -> None:
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]

@@ -224,14 +224,18 @@ def _measured(
     plan = Plan(request.max_new_tokens, request.warmup, request.repeats)
     turns = sum(map(model.turns, questions))
     names = ", ".join(arm.info.name for arm in arms)
-    with BenchProgress(streams, turns * len(arms) * plan.repeats, quiet=request.quiet) as progress:
+    pieces = turns * len(arms) * plan.repeats
+    with (
+        interruptible() as interrupts,
+        BenchProgress(streams, pieces, quiet=request.quiet) as progress,
+    ):
         progress.note(f"{turns} prompts x {len(arms)} arms ({names}), {plan.warmup} warm-up runs")
 
         def on_run(run: Run) -> None:
             rate = run.decoded.tokens / run.decoded.seconds if run.decoded.seconds else 0.0
             progress.advance(f"{run.question}/{run.turn + 1}  {run.arm}  {rate:.1f} tok/s")
 
-        around = run_benchmark(model, arms, questions, plan, measurement, on_run)
+        around = run_benchmark(model, arms, questions, plan, measurement, on_run, interrupts)
     mark = f"prompts {accuracy.prompts_digest(read_questions(request.prompts))}"
     built_here = [arm.info.name for arm in arms if arm.info.tree and mark in arm.info.tree.origin]
     around = replace(around, trained_on=built_here)

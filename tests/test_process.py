@@ -118,19 +118,22 @@ def test_an_interrupted_benchmark_prints_what_was_measured(
     model_folder: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": f"prompt {i}"}) for i in range(2000)))
+    prompts.write_text("\n".join(json.dumps({"prompt": f"prompt {i}"}) for i in range(500)))
     process = subprocess.Popen(
         [*MEDUSA, "bench", "-m", str(model_folder), "--prompts", str(prompts), "--limit", "0",
          "-n", "50", "--ignore-eos", "--format", "json"],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=environment, text=True,
     )  # fmt: skip
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("medusa: 3/1"):
-            break
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("medusa: 3/1"):
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     report = json.loads(out)
     assert report["complete"] is False

@@ -1,17 +1,15 @@
 """The benchmark proper: which arms run on which questions, and the report about it."""
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from medusa_cli.bench.arms import Arm, Unavailable, plain_arm, tree_arm
 from medusa_cli.bench.honesty import Conditions, warnings
-from medusa_cli.bench.machine import OtherLoad, environment, memory_meter, tensors_sha256
+from medusa_cli.bench.machine import OtherLoad, environment, memory_meter
 from medusa_cli.bench.peers import PeerSetup, peer_arm
 from medusa_cli.bench.report import BenchReport
 from medusa_cli.bench.runner import Conversation, Measurement, Plan, Run, Runner
@@ -21,8 +19,9 @@ from medusa_cli.decoding.tree import Tree
 from medusa_cli.errors import UsageError
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
+from medusa_cli.models.tensor_files import tensors_sha256
 from medusa_cli.session import Medusa
-from medusa_cli.text.prompt_files import Question
+from medusa_cli.text.prompt_files import Question, questions_sha256
 
 RANDOM_SHARE = 0.75  # of the entropy of uniform tokens
 READ_TOKENS = 64  # of a prompt's end, to tell whether it reads like noise
@@ -133,11 +132,11 @@ def make_report(
     gaps = _Gaps(model.base, greedy=infos[0].sampling.temperature == 0)
     summaries = summarise(infos, measurement.runs, gaps, seed)
     hashes = {
-        "weights": tensors_sha256(model.base.module),
+        "weights": tensors_sha256(dict(model.base.module.named_parameters())),
         "prompts": questions_sha256(questions),
     }
     if model.heads is not None:
-        hashes["heads"] = tensors_sha256(model.heads.heads)
+        hashes["heads"] = tensors_sha256(dict(model.heads.heads.named_parameters()))
     return BenchReport(
         model=model.name,
         heads=None if model.heads is None else model.heads.info.name,
@@ -150,12 +149,6 @@ def make_report(
         warnings=tuple(warnings(summaries, measurement.runs, around)),
         complete=measurement.complete,
     )
-
-
-def questions_sha256(questions: Sequence[Question]) -> str:
-    """SHA-256 over all questions, in order."""
-    rows = [asdict(question) for question in questions]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
 @torch.inference_mode()

@@ -7,16 +7,15 @@ import platform
 import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
 import torch
-from torch import Tensor, nn
 
 from medusa_cli import __version__
 from medusa_cli.decoding.tree import Tree
 from medusa_cli.models.base import BaseModel
+from medusa_cli.models.hardware import device_name, processor_name
 
 _PACKAGES = ("torch", "transformers", "accelerate", "llama-cpp-python")
 
@@ -29,7 +28,6 @@ def environment(base: BaseModel) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    cuda = base.device.type == "cuda"
     return {
         "versions": versions,
         "system": platform.platform(),
@@ -38,40 +36,16 @@ def environment(base: BaseModel) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "device": str(base.device),
-        "device_name": torch.cuda.get_device_name(base.device) if cuda else processor_name(),
+        "device_name": device_name(base.device),
         "dtype": str(base.dtype).removeprefix("torch."),
         "attention": base.module.config._attn_implementation,
         "parameter_bytes": base.parameter_bytes(),
     }
 
 
-def processor_name() -> str:
-    """The CPU's name as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def tensors_sha256(module: nn.Module) -> str:
-    """SHA-256 over the names and bytes of all parameters, as they lie in memory."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.named_parameters(), key=lambda item: item[0]):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()
-
-
 def tree_sha256(tree: Tree) -> str:
     """SHA-256 of a tree's choices, whatever its name."""
     return hashlib.sha256(json.dumps(tree.choices).encode()).hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return raw.numpy().data
 
 
 class CpuMemory:

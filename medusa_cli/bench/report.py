@@ -1,6 +1,6 @@
 """A benchmark's result as one value, and as the JSON of schema `medusa.bench/1`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from medusa_cli.bench.runner import Run
 from medusa_cli.bench.statistics import LEVEL, Interval
 from medusa_cli.bench.summary import ArmSummary
 from medusa_cli.decoding.tree import Tree
+from medusa_cli.text.events import step_milliseconds
 
 SCHEMA = "medusa.bench/1"
 
@@ -87,17 +88,6 @@ def interval_data(interval: Interval | None) -> dict[str, Any] | None:
     return None if interval is None else asdict(interval)
 
 
-def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles (nearest rank) in ms; zeros without steps."""
-    ordered = sorted(seconds) or [0.0]
-
-    def percentile(share: float) -> float:
-        return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3)
-
-    mean = round(1000 * sum(ordered) / len(ordered), 3)
-    return {"mean": mean, "p50": percentile(0.5), "p95": percentile(0.95)}
-
-
 def _arm(arm: ArmSummary, failure: str | None, token_text: TokenText) -> dict[str, Any]:
     return {
         "name": arm.info.name,
@@ -119,7 +109,7 @@ def _arm(arm: ArmSummary, failure: str | None, token_text: TokenText) -> dict[st
             "histogram": arm.accept_lengths,
             "by_depth": arm.accepted_by_depth,
         },
-        "step_ms": milliseconds(arm.step_seconds),
+        "step_ms": step_milliseconds(arm.step_seconds),
         "step_ratio": arm.step_ratio,
         "break_even_step_ratio": arm.mean_accept_length,
         "pays": arm.pays,

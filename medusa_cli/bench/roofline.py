@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medusa_cli.bench import counts
 from medusa_cli.bench.honesty import BUSY_SHARE
-from medusa_cli.bench.machine import OtherLoad, processor_name
+from medusa_cli.bench.machine import OtherLoad
 from medusa_cli.bench.roofline_cases import (
     Case,
     Noise,
@@ -28,6 +28,7 @@ from medusa_cli.bench.roofline_cases import (
 )
 from medusa_cli.bench.roofline_report import FREE_COST, FreeNodes, Part, Point, Roof, Roofline
 from medusa_cli.models.base import BaseModel
+from medusa_cli.models.hardware import device_name
 from medusa_cli.models.storage import human_bytes
 from medusa_cli.session import Medusa
 
@@ -167,7 +168,7 @@ def measure_roofline(
     if load.share() >= BUSY_SHARE:
         warnings.append(f"other processes used {load.share():.0%} of this machine meanwhile")
     return Roofline(
-        device=_device_name(base.device),
+        device=device_name(base.device),
         dtype=str(base.dtype).removeprefix("torch."),
         roof=roof,
         points=tuple(point for point in points if point.part is not Part.PRODUCT),
@@ -240,7 +241,3 @@ def _free(base: BaseModel, roof: Roof, points: Sequence[Point], batch: int) -> F
     limit = FREE_COST * next((p.seconds for p in found if p.nodes == 1), 0.0)
     measured = max((p.nodes for p in found if p.nodes and p.seconds <= limit), default=None)
     return FreeNodes(batch, counted, measured)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()

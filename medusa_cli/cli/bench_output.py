@@ -14,7 +14,7 @@ from medusa_cli.bench.tables import Table, to_csv, to_markdown, to_text
 from medusa_cli.cli.bench_request import EXPORT_FORMATS, BenchFormat
 from medusa_cli.cli.report import to_json
 from medusa_cli.cli.streams import Streams
-from medusa_cli.errors import StorageError
+from medusa_cli.models.storage import write_atomic
 
 _ANY = 1000  # columns: what a table asks for when nothing limits it
 
@@ -57,10 +57,7 @@ def write(findings: Findings, file: Path) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    try:
-        file.write_text(_text(findings, EXPORT_FORMATS[file.suffix], indent=True), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{file} cannot be written: {error.strerror or error}") from None
+    write_atomic(file, _text(findings, EXPORT_FORMATS[file.suffix], indent=True))
 
 
 def _text(findings: Findings, format_: BenchFormat, *, indent: bool) -> str:

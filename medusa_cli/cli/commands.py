@@ -11,6 +11,7 @@ from medusa_cli.chat import accepted_by_depth
 from medusa_cli.cli import session_file
 from medusa_cli.config import Acceptance, SamplingConfig
 from medusa_cli.errors import UsageError
+from medusa_cli.models.storage import write_atomic
 
 if TYPE_CHECKING:
     from medusa_cli.cli.repl import Repl
@@ -184,7 +185,8 @@ class Commands:
         path = _path(argument, "/export")
         titles = {"system": "System", "user": "User", "assistant": "Assistant"}
         sections = [f"## {titles[m['role']]}\n\n{m['content']}\n" for m in self._chat.messages()]
-        session_file.write_atomic(path, f"# {self._chat.model.name}\n\n" + "\n".join(sections))
+        text = f"# {self._chat.model.name}\n\n" + "\n".join(sections)
+        write_atomic(path, text, private=True)
         self._repl.say(f"wrote {path}")
 
     def _stats(self, _argument: str) -> None:

@@ -1,19 +1,16 @@
 """The JSON that `generate` prints: schema `medusa.generate/1`."""
 
 import json
-import math
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from statistics import fmean
 from typing import Any
 
 from medusa_cli import __version__
 from medusa_cli.config import SamplingConfig
 from medusa_cli.session import Medusa
-from medusa_cli.text.events import Result, Step
+from medusa_cli.text.events import Result, Step, step_milliseconds
 
 SCHEMA = "medusa.generate/1"
 
@@ -60,7 +57,7 @@ def result_object(model: Medusa, result: Result, load_seconds: float) -> dict[st
             "ttft_s": round(result.ttft_seconds, 4),
             "decode_s": round(result.decode_seconds, 4),
             "tokens_per_s": round(result.tokens_per_second, 3),
-            "step_ms": _step_ms(result.step_seconds),
+            "step_ms": step_milliseconds(result.step_seconds),
         },
         "memory": {"peak_bytes": _peak_bytes(model)},
         "warnings": result.warnings,
@@ -90,18 +87,6 @@ def _identity(model: Medusa, sampling: SamplingConfig) -> dict[str, Any]:
         "tree": tree,
         "sampling": {**asdict(sampling), "lossy": sampling.lossy and model.heads is not None},
     }
-
-
-def _step_ms(seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    if not ordered:
-        return {"mean": 0.0, "p50": 0.0, "p95": 0.0}
-
-    def percentile(share: float) -> float:  # nearest rank
-        return round(1000 * ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3)
-
-    mean = round(1000 * fmean(ordered), 3)
-    return {"mean": mean, "p50": percentile(0.5), "p95": percentile(0.95)}
 
 
 def _peak_bytes(model: Medusa) -> int:

@@ -1,14 +1,13 @@
 """The user's chat files: saved conversations, the last session, the input history."""
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
 from medusa_cli.errors import StorageError, UsageError
+from medusa_cli.models.storage import write_atomic
 
 HISTORY_ENTRIES = 1000
 
@@ -36,34 +35,13 @@ def history_file() -> Path:
     # prompt_toolkit writes an entry as a comment line with the time and lines that begin with +.
     entries = path.read_text(encoding="utf-8", errors="replace").split("\n# ")
     if len(entries) > HISTORY_ENTRIES:
-        write_atomic(path, "\n# " + "\n# ".join(entries[-HISTORY_ENTRIES:]))
+        write_atomic(path, "\n# " + "\n# ".join(entries[-HISTORY_ENTRIES:]), private=True)
     return path
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a whole file or leaves the old one; the file is readable by its user alone.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}") from None
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise StorageError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def save_json(path: Path, data: dict[str, Any]) -> None:
     """Writes JSON atomically. Raises `StorageError` when it cannot be written."""
-    write_atomic(path, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
+    write_atomic(path, json.dumps(data, ensure_ascii=False, indent=1) + "\n", private=True)
 
 
 def load_json(path: Path) -> Any:

@@ -18,6 +18,7 @@ from medusa_cli.cli.streams import Streams
 from medusa_cli.decoding.tree import MAX_NODES, Tree, load_tree, shipped_trees
 from medusa_cli.errors import TreeError, UsageError
 from medusa_cli.models.registry import DEFAULT_MODEL
+from medusa_cli.models.storage import write_atomic
 
 if TYPE_CHECKING:
     from medusa_cli.decoding.measured import Subject
@@ -112,7 +113,7 @@ def build(
     if path.exists() and not force:
         raise UsageError(f"{path} exists: choose another --out, or overwrite it with --force")
     tree = replace(tree, name=name)
-    measured.write_file(path, tree_search.to_json(tree))
+    write_atomic(path, tree_search.to_json(tree))
     lines = [f"wrote {path}: {_size(tree)}", f"expected accept length {expected:.2f}"]
     if traces is not None and traces.positions and tree.candidates <= MAX_RANKS:
         lengths = [length for text in traces.texts for length in replay(tree, text)]

@@ -4,15 +4,13 @@ Results of heads that the user keeps in a folder lie beside them. Those of heads
 package or from the hub lie in the cache folder; the package may bring some of its own.
 """
 
-import contextlib
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
+from torch import Tensor
 
 from medusa_cli.decoding import head_accuracy, traces
 from medusa_cli.decoding.head_accuracy import AccuracyTable
@@ -21,8 +19,8 @@ from medusa_cli.errors import CheckpointError, StorageError
 from medusa_cli.models import registry
 from medusa_cli.models.checkpoint import HeadsFiles
 from medusa_cli.models.progress import Report, Stage, silent
-from medusa_cli.models.storage import cache_folder
-from medusa_cli.models.tensor_files import read_json, read_tensors
+from medusa_cli.models.storage import cache_folder, write_atomic
+from medusa_cli.models.tensor_files import read_json, read_tensors, tensors_sha256
 
 TRACES, ACCURACY = "traces.json", "accuracy.json"
 _PACKAGE = Path(__file__).parents[1]
@@ -116,38 +114,17 @@ def save(folder: Path, found: Traces) -> bool:
     if not found.provenance.complete and _is_complete(folder / TRACES):
         return False
     table = head_accuracy.accuracy_table(found)
-    write_file(folder / TRACES, traces.to_json(found))
-    write_file(folder / ACCURACY, head_accuracy.to_json(table))
+    write_atomic(folder / TRACES, traces.to_json(found))
+    write_atomic(folder / ACCURACY, head_accuracy.to_json(table))
     return True
-
-
-def write_file(path: Path, content: str) -> None:
-    """Writes a whole file or leaves the old one; makes its folder.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(content, encoding="utf-8", newline="")
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def heads_digest(files: HeadsFiles) -> str:
     """SHA-256 of the heads' tensors, the same for the same tensors in another kind of file."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(_tensors(files).items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return tensors_sha256(_tensors(files))
 
 
-def _tensors(files: HeadsFiles) -> dict[str, torch.Tensor]:
+def _tensors(files: HeadsFiles) -> dict[str, Tensor]:
     return {
         name.removeprefix(files.prefix): tensor
         for path in files.tensors

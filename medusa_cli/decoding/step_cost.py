@@ -6,7 +6,6 @@ whatever chooses a tree size.
 
 import hashlib
 import json
-import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -21,10 +20,11 @@ from medusa_cli.decoding.decode import Drafter, draft, verify
 from medusa_cli.decoding.sampling import Sampler
 from medusa_cli.decoding.tree import Tree
 from medusa_cli.decoding.tree_buffers import tree_buffers
-from medusa_cli.errors import CheckpointError, StorageError
+from medusa_cli.errors import CheckpointError
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
-from medusa_cli.models.storage import cache_folder
+from medusa_cli.models.hardware import device_name
+from medusa_cli.models.storage import cache_folder, write_atomic
 
 FORMAT = "medusa-step-cost/1"
 CONTEXT = 256  # valid KV rows at which steps are timed
@@ -109,7 +109,7 @@ def costs_of(base: BaseModel, seconds: Mapping[int, float]) -> StepCosts:
     """Measured seconds with what they were measured on."""
     return StepCosts(
         model=Path(base.module.name_or_path).name,
-        device=_device_name(base.device),
+        device=f"{base.device.type} {device_name(base.device)}",
         dtype=str(base.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         context=CONTEXT,
@@ -125,11 +125,7 @@ def save_costs(costs: StepCosts) -> Path:
     """
     path = _file(costs)
     data = {"format": FORMAT, **asdict(costs)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from None
+    write_atomic(path, json.dumps(data, indent=1) + "\n")
     return path
 
 
@@ -161,9 +157,3 @@ def _file(costs: StepCosts) -> Path:
     key = f"{costs.model} {costs.device} {costs.dtype} {costs.threads} {costs.context}"
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     return cache_folder() / "step-costs" / f"{costs.model}-{name}.json"
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.machine()}"

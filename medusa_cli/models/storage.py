@@ -1,5 +1,6 @@
 """Where `medusa` keeps what it makes, and whether there is room for it."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -40,6 +41,31 @@ def ensure_folder(folder: Path, needed: int) -> None:
             f"{folder} needs {human_bytes(needed)} of disk, but {human_bytes(free)} are free.\n"
             f"Make room, or set {CACHE_VARIABLE} to a folder on another disk."
         )
+
+
+def write_atomic(path: Path, text: str, *, private: bool = False) -> None:
+    """Writes a whole file or leaves the old one; makes its folder.
+
+    Args:
+        private: readable by its user alone.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        descriptor = os.open(temporary, flags, 0o600 if private else 0o666)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _not_writable(folder: Path, reason: str) -> StorageError:

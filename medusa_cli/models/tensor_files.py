@@ -1,5 +1,6 @@
 """Reading tensors and JSON from files that somebody else wrote, without running their code."""
 
+import hashlib
 import json
 import pickle
 import zipfile
@@ -45,6 +46,16 @@ def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
     if not isinstance(data, Mapping) or not all(isinstance(v, Tensor) for v in data.values()):
         raise CheckpointError(f"{path} is not a mapping from names to tensors")
     return {str(name): tensor for name, tensor in data.items() if str(name).startswith(prefix)}
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, kinds, shapes and bytes, whatever the file or device they lie on."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(raw.numpy().data)
+    return digest.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

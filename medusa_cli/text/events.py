@@ -1,7 +1,8 @@
 """The events of one answer, and how token steps become text events."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -108,6 +109,17 @@ class Result:
 
 
 Event = Started | Step | Result
+
+
+def step_milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean, median and 95th percentile (nearest rank) in ms; zeros without steps."""
+    ordered = sorted(seconds) or [0.0]
+
+    def percentile(share: float) -> float:
+        return round(1000 * ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3)
+
+    mean = round(1000 * fmean(ordered), 3)
+    return {"mean": mean, "p50": percentile(0.5), "p95": percentile(0.95)}
 
 
 def text_steps(

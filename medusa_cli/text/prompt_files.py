@@ -1,5 +1,6 @@
 """Prompts in files: text, JSON lines, and the set that comes with the package."""
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -83,6 +84,12 @@ def spread(questions: Sequence[Question], limit: int | None) -> tuple[Question, 
         seen[question.category] += 1
     chosen = sorted(i for _, i in sorted(rounds)[:limit])
     return tuple(questions[i] for i in chosen)
+
+
+def questions_sha256(questions: Sequence[Question]) -> str:
+    """SHA-256 of what is asked, whatever the ids, categories and order."""
+    texts = sorted(json.dumps([q.first, q.follow_ups], sort_keys=True) for q in questions)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:

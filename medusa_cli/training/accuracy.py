@@ -3,8 +3,6 @@
 Each answer is written once, then read once more in chunks: every position of it tries every head.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +17,7 @@ from medusa_cli.models.heads import Heads
 from medusa_cli.models.progress import Report, Stage, silent
 from medusa_cli.session import Medusa
 from medusa_cli.text.events import Result
-from medusa_cli.text.prompt_files import Question
+from medusa_cli.text.prompt_files import Question, questions_sha256
 
 NO_TOKEN = -1  # the id of no token
 ROWS = 64  # positions at a time: K x ROWS x V logits are in memory at once
@@ -34,9 +32,8 @@ class PromptSet:
 
 
 def prompts_digest(questions: Sequence[Question]) -> str:
-    """A short name for what a set of prompts asks, whatever its ids, categories and order."""
-    texts = sorted(json.dumps([q.first, q.follow_ups], sort_keys=True) for q in questions)
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+    """A short name for what a set of prompts asks."""
+    return questions_sha256(questions)[:12]
 
 
 def measured_subject(model: Medusa) -> Subject | None:

@@ -301,6 +301,7 @@ def refused(*arguments: str) -> str:
         (("--roofline", "--plot", "x.doc"), "--plot takes a file that ends in"),
         (("--sweep-nodes", "0,1"), "whole numbers from 1"),
         (("--sweep-temperature", "warm"), "numbers from 0 on"),
+        (("--sweep-temperature", ""), "numbers from 0 on"),
         (("--prompts", "/nowhere.jsonl"), "cannot be read"),
         (("--plain", "--tree", "mc_sim_7b_63"), "--plain decodes without"),
     ],

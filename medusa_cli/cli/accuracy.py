@@ -1,7 +1,6 @@
 """`medusa accuracy`: how often each head is right, and traces to build trees from."""
 
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,6 @@ from medusa_cli.cli.opening import check_conflicts, open_model
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Limits
 from medusa_cli.errors import ContextLengthError
-from medusa_cli.models.registry import DEFAULT_MODEL
 from medusa_cli.text.prompt_files import BUILTIN, read_questions, spread
 
 if TYPE_CHECKING:
@@ -25,14 +23,9 @@ if TYPE_CHECKING:
     from medusa_cli.decoding.tree import Tree
 
 
-class ReportFormat(StrEnum):
-    """How `medusa accuracy` prints."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
+@opt.with_groups
 def accuracy(
+    *,
     prompts: Annotated[
         str,
         typer.Option(
@@ -55,17 +48,9 @@ def accuracy(
         ),
     ] = None,
     format_: Annotated[
-        ReportFormat, typer.Option("--format", help="What to print.")
-    ] = ReportFormat.TABLE,
-    model: opt.Model = DEFAULT_MODEL,
-    heads: opt.Heads = None,
-    device: opt.Device = "auto",
-    device_map: opt.DeviceMap = None,
-    dtype: opt.Dtype = "auto",
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    offline: opt.Offline = False,
-    quiet: opt.Quiet = False,
+        opt.TableFormat, typer.Option("--format", help="What to print.")
+    ] = opt.TableFormat.TABLE,
+    loading: opt.ModelOptions,
 ) -> None:
     """Measure how often each head is right on the model's own greedy answers.
 
@@ -78,24 +63,11 @@ def accuracy(
     The traces (the rank of the true token at every position) are kept for `medusa tree build`.
     """
     streams = Streams.of_process()
-    check_conflicts(plain=False, heads=heads, tree=None, device=device, device_map=device_map)
+    check_conflicts(loading, plain=False, tree=None)
     Limits(max_new_tokens)  # a bad value is refused before anything is loaded
     questions = read_questions(prompts)
     chosen = spread(questions, limit)
-    loaded = open_model(
-        streams,
-        quiet=quiet,
-        model=model,
-        heads=heads,
-        tree=None,
-        plain=False,
-        device=device,
-        device_map=device_map,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        offline=offline,
-    )
+    loaded = open_model(streams, loading, plain=False, tree=None)
     from medusa_cli.cli.bench_output import show
     from medusa_cli.cli.bench_request import BenchFormat
     from medusa_cli.cli.loading import LoadProgress
@@ -109,7 +81,10 @@ def accuracy(
     make_folder(folder)
     name = prompts if prompts == BUILTIN else Path(prompts).name
     prompt_set = measuring.PromptSet(name, measuring.prompts_digest(questions))
-    with interruptible() as interrupts, LoadProgress(streams, model, quiet=quiet) as report:
+    with (
+        interruptible() as interrupts,
+        LoadProgress(streams, loading.model, quiet=loading.quiet) as report,
+    ):
         traces = measuring.measure_accuracy(
             loaded, chosen, max_new_tokens, prompt_set, report, interrupts
         )
@@ -119,7 +94,7 @@ def accuracy(
     if traces.texts:
         saved = save(folder, traces)
         show(_findings(accuracy_table(traces), traces, loaded.tree), BenchFormat(format_), streams)
-        if not quiet:
+        if not loading.quiet:
             wrote = f"wrote {folder / 'accuracy.json'} and traces.json"
             kept = f"not saved: {folder} holds a complete measurement"
             streams.note(wrote if saved else kept)

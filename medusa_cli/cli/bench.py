@@ -1,6 +1,6 @@
 """`medusa bench`: honest measurements, interleaved and with intervals."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,32 +19,28 @@ from medusa_cli.cli.opening import check_conflicts, open_model
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Acceptance, SamplingConfig
 from medusa_cli.errors import UsageError
-from medusa_cli.models.registry import DEFAULT_MODEL
 
 DEFAULT_LIMIT = 16
-_LOADING = {
-    "model", "heads", "device", "device_map", "dtype", "revision", "trust_remote_code", "offline",
-}  # fmt: skip
+_LOADING = {field.name for field in fields(opt.ModelOptions)}
 _OUTPUT = {"format_", "export", "quiet"}
 _TEXTS = {"prompts", "limit", "max_new_tokens"}
-_WARPERS = {
-    "top_p", "top_k", "min_p", "typical_p", "eta_cutoff", "epsilon_cutoff", "repetition_penalty",
-}  # fmt: skip
-_TYPICAL = {"epsilon", "delta", "greedy_root"}
+_RUNS = {"tree", "warmup", "repeats", "ignore_eos"}
+_SAMPLING = {field.name for field in fields(opt.SamplingOptions)}
 # What each experiment reads. Anything else on the command line would be ignored: it is refused.
 _READS = {
     "compare": _OUTPUT | {"seed"},
     "roofline": _LOADING | _OUTPUT | {"plot", "plain"},
     "sweep_nodes": _LOADING | _OUTPUT | _TEXTS | {"plot"},
-    "sweep_temperature": _LOADING | _OUTPUT | _TEXTS | _WARPERS | _TYPICAL
-    | {"tree", "warmup", "repeats", "seed", "plot", "ignore_eos"},
-    "contest": _LOADING | _OUTPUT | _TEXTS | _WARPERS | _TYPICAL
-    | {"tree", "plain", "acceptance", "warmup", "repeats", "baseline", "against", "seed",
-       "temperature", "model_defaults", "ignore_eos"},
+    "sweep_temperature": _LOADING | _OUTPUT | _TEXTS | _RUNS | {"plot"}
+    | (_SAMPLING - {"temperature", "model_defaults"}),
+    "contest": _LOADING | _OUTPUT | _TEXTS | _RUNS | _SAMPLING
+    | {"plain", "acceptance", "baseline", "against"},
 }  # fmt: skip
 
 
+@opt.with_groups
 def bench(
+    *,
     context: typer.Context,
     tree: Annotated[
         list[str] | None,
@@ -123,29 +119,9 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="Draw a sweep or the roofline: .png, .svg or .pdf."),
     ] = None,
-    model: opt.Model = DEFAULT_MODEL,
-    heads: opt.Heads = None,
     plain: opt.Plain = False,
-    device: opt.Device = "auto",
-    device_map: opt.DeviceMap = None,
-    dtype: opt.Dtype = "auto",
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    offline: opt.Offline = False,
-    quiet: opt.Quiet = False,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    min_p: opt.MinP = None,
-    typical_p: opt.TypicalP = None,
-    eta_cutoff: opt.EtaCutoff = None,
-    epsilon_cutoff: opt.EpsilonCutoff = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    seed: opt.Seed = None,
-    epsilon: opt.Epsilon = None,
-    delta: opt.Delta = None,
-    greedy_root: opt.GreedyRoot = None,
-    model_defaults: opt.ModelDefaults = False,
+    loading: opt.ModelOptions,
+    sampling: opt.SamplingOptions,
 ) -> None:
     """Measure speed: plain decoding, trees and other decoders, interleaved prompt by prompt.
 
@@ -166,13 +142,7 @@ def bench(
         raise UsageError(f"{' and '.join(map(_flag, chosen))} are separate runs: give one of them")
     experiment = chosen[0] if chosen else "contest"
     _refuse_unread(context, experiment)
-    check_conflicts(
-        plain=plain,
-        heads=heads,
-        tree=tree[0] if tree else None,
-        device=device,
-        device_map=device_map,
-    )
+    check_conflicts(loading, plain=plain, tree=tree[0] if tree else None)
     for name, value, least in (
         ("limit", limit, 0),
         ("max-new-tokens", max_new_tokens, 1),
@@ -181,23 +151,10 @@ def bench(
     ):
         if value < least:
             raise UsageError(f"--{name} must be at least {least}, not {value}")
-    given = opt.given(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        typical_p=typical_p,
-        eta_cutoff=eta_cutoff,
-        epsilon_cutoff=epsilon_cutoff,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        epsilon=epsilon,
-        delta=delta,
-        greedy_root=greedy_root,
-    )
+    given = sampling.given()
     SamplingConfig(**{"temperature": 1.0, **given})  # bad values are refused before loading
-    swept_nodes = parse_nodes(sweep_nodes) if sweep_nodes is not None else []
-    swept_temperatures = parse_temperatures(sweep_temperature) if sweep_temperature else []
+    swept_nodes = [] if sweep_nodes is None else parse_nodes(sweep_nodes)
+    swept_temperatures = [] if sweep_temperature is None else parse_temperatures(sweep_temperature)
     check_files(export, plot)
     request = BenchRequest(
         trees=tuple(tree or ()),
@@ -213,32 +170,17 @@ def bench(
         repeats=repeats,
         given=given,
         plot=plot,
-        offline=offline,
-        trust_remote_code=trust_remote_code,
-        quiet=quiet,
+        loading=loading,
     )
     from medusa_cli.cli import experiments
     from medusa_cli.cli.bench_output import show, write
 
     if compare is not None:
-        findings = experiments.compare(*compare, seed=seed or 0)
+        findings = experiments.compare(*compare, seed=sampling.seed or 0)
     else:
-        experiments.check(request, defaults=model_defaults)
-        loaded = open_model(
-            streams,
-            quiet=quiet,
-            model=model,
-            heads=heads,
-            tree=None,
-            plain=plain,
-            device=device,
-            device_map=device_map,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            offline=offline,
-        )
-        if model_defaults:
+        experiments.check(request, defaults=sampling.model_defaults)
+        loaded = open_model(streams, loading, plain=plain, tree=None)
+        if sampling.model_defaults:
             request = replace(request, given=loaded.sampling_defaults() | given)
         match experiment:
             case "roofline":

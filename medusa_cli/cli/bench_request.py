@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from medusa_cli.cli.options import ModelOptions
 from medusa_cli.config import Acceptance
 from medusa_cli.errors import UsageError
 
@@ -42,8 +43,7 @@ class BenchRequest:
         warmup, repeats: runs of each arm.
         given: fields of `SamplingConfig` that were given.
         plot: file to draw to.
-        offline, trust_remote_code: for assistant models.
-        quiet: no progress.
+        loading: how the model was loaded; assistant models are loaded alike.
     """
 
     trees: tuple[str, ...]
@@ -59,9 +59,7 @@ class BenchRequest:
     repeats: int
     given: dict[str, Any]
     plot: Path | None
-    offline: bool
-    trust_remote_code: bool
-    quiet: bool
+    loading: ModelOptions
 
 
 def check_files(export: Path | None, plot: Path | None) -> None:

@@ -10,11 +10,12 @@ from medusa_cli.cli.opening import check_conflicts, open_model
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Limits, SamplingConfig
 from medusa_cli.errors import UsageError
-from medusa_cli.models.registry import DEFAULT_MODEL
 from medusa_cli.text.prompt_files import read_text
 
 
+@opt.with_groups
 def chat(
+    *,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja chat template to use instead.")
@@ -37,54 +38,22 @@ def chat(
     trace: Annotated[
         bool, typer.Option("--trace", help="Colour tokens by the depth they were accepted at.")
     ] = False,
-    model: opt.Model = DEFAULT_MODEL,
-    heads: opt.Heads = None,
     tree: opt.TreeName = None,
     plain: opt.Plain = False,
-    device: opt.Device = "auto",
-    device_map: opt.DeviceMap = None,
-    dtype: opt.Dtype = "auto",
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    offline: opt.Offline = False,
-    quiet: opt.Quiet = False,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    min_p: opt.MinP = None,
-    typical_p: opt.TypicalP = None,
-    eta_cutoff: opt.EtaCutoff = None,
-    epsilon_cutoff: opt.EpsilonCutoff = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    seed: opt.Seed = None,
     acceptance: opt.AcceptanceRule = None,
-    epsilon: opt.Epsilon = None,
-    delta: opt.Delta = None,
-    greedy_root: opt.GreedyRoot = None,
-    model_defaults: opt.ModelDefaults = False,
+    loading: opt.ModelOptions,
+    sampling: opt.SamplingOptions,
 ) -> None:
     """Chat with a model. /help lists commands and keys; Ctrl-D leaves.
 
     Standard input that is not a terminal is read line by line, a message a line.
     """
     streams = Streams.of_process()
-    check_conflicts(plain=plain, heads=heads, tree=tree, device=device, device_map=device_map)
-    given = opt.given(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        typical_p=typical_p,
-        eta_cutoff=eta_cutoff,
-        epsilon_cutoff=epsilon_cutoff,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        acceptance=acceptance,
-        epsilon=epsilon,
-        delta=delta,
-        greedy_root=greedy_root,
-    )
-    if not model_defaults:
+    check_conflicts(loading, plain=plain, tree=tree)
+    given = sampling.given()
+    if acceptance is not None:
+        given["acceptance"] = acceptance
+    if not sampling.model_defaults:
         SamplingConfig(**given)  # a bad value is refused before anything is loaded
     limits = Limits(max_new_tokens, tuple(stop or ()))
     terminal = streams.stdin.isatty() and streams.stdout.isatty()
@@ -100,20 +69,7 @@ def chat(
     piped = PipedInput(streams)
     if not terminal and piped.is_empty():
         return
-    loaded = open_model(
-        streams,
-        quiet=quiet,
-        model=model,
-        heads=heads,
-        tree=tree,
-        plain=plain,
-        device=device,
-        device_map=device_map,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        offline=offline,
-    )
+    loaded = open_model(streams, loading, plain=plain, tree=tree)
     from dataclasses import replace
 
     from medusa_cli.chat import Chat
@@ -127,14 +83,20 @@ def chat(
             f"'{loaded.name}' has no chat template: give one with --template FILE, "
             "or continue text with `medusa generate --raw`"
         )
-    defaults = loaded.sampling_defaults() if model_defaults else {}
+    defaults = loaded.sampling_defaults() if sampling.model_defaults else {}
     talk = Chat(loaded, SamplingConfig(**(defaults | given)), limits, system, plain=plain)
     if resumed is not None:
         talk.restore(resumed)
     source = TerminalInput(session_file.history_file(), COMMAND_NAMES) if terminal else piped
     repl = Repl(
-        talk, source, streams, terminal=terminal, trace=trace, markdown=markdown, quiet=quiet
+        talk,
+        source,
+        streams,
+        terminal=terminal,
+        trace=trace,
+        markdown=markdown,
+        quiet=loading.quiet,
     )
-    if terminal and not quiet:
+    if terminal and not loading.quiet:
         repl.greet()
     raise typer.Exit(repl.run())

@@ -70,11 +70,11 @@ def contest(model: Medusa, request: BenchRequest, streams: Streams) -> Findings:
     setup = PeerSetup(
         samplings[0],
         request.ignore_eos,
-        Finder(None, request.offline),
+        Finder(None, request.loading.offline),
         LoadOptions(
             device=str(model.base.device),
             dtype=str(model.base.dtype).removeprefix("torch."),
-            trust_remote_code=request.trust_remote_code,
+            trust_remote_code=request.loading.trust_remote_code,
         ),
     )
     arms, absent = enter(model, entered, setup)
@@ -97,7 +97,7 @@ def sweep_nodes(
     """
     with (
         interruptible() as interrupts,
-        BenchProgress(streams, None, quiet=request.quiet) as progress,
+        BenchProgress(streams, None, quiet=request.loading.quiet) as progress,
     ):
         traces = _traces(model, request, progress, interrupts)
         if not traces.texts and interrupts():
@@ -107,7 +107,7 @@ def sweep_nodes(
         )
     built = {p.nodes: p.step_seconds for p in sweep.of(nodes.TreeShape.BUILT)}
     kept = save_costs(costs_of(model.base, built))
-    if not request.quiet:
+    if not request.loading.quiet:
         streams.note(f"medusa: step costs kept in {kept}")
     if request.plot is not None:
         plot_nodes(sweep, request.plot)
@@ -164,7 +164,7 @@ def roofline(model: Medusa, request: BenchRequest, streams: Streams) -> Findings
     """Where memory bandwidth and where arithmetic limits a step."""
     with (
         interruptible() as interrupts,
-        BenchProgress(streams, None, quiet=request.quiet) as progress,
+        BenchProgress(streams, None, quiet=request.loading.quiet) as progress,
     ):
         found = measure_roofline(
             model, NODES, CONTEXTS, BATCHES, progress.note, should_stop=interrupts
@@ -227,7 +227,7 @@ def _measured(
     pieces = turns * len(arms) * plan.repeats
     with (
         interruptible() as interrupts,
-        BenchProgress(streams, pieces, quiet=request.quiet) as progress,
+        BenchProgress(streams, pieces, quiet=request.loading.quiet) as progress,
     ):
         progress.note(f"{turns} prompts x {len(arms)} arms ({names}), {plan.warmup} warm-up runs")
 

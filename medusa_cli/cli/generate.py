@@ -13,11 +13,12 @@ from medusa_cli.cli.request import Format, Request
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Limits, Overflow, SamplingConfig
 from medusa_cli.errors import UsageError
-from medusa_cli.models.registry import DEFAULT_MODEL
 from medusa_cli.text.prompt_files import read_text
 
 
+@opt.with_groups
 def generate(
+    *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt's text.")] = None,
     file: Annotated[
         str | None, typer.Option("--file", "-f", metavar="PATH", help="Prompt file; -: stdin.")
@@ -54,31 +55,11 @@ def generate(
     trace: Annotated[
         bool, typer.Option("--trace", help="Colour tokens by the depth they were accepted at.")
     ] = False,
-    model: opt.Model = DEFAULT_MODEL,
-    heads: opt.Heads = None,
     tree: opt.TreeName = None,
     plain: opt.Plain = False,
-    device: opt.Device = "auto",
-    device_map: opt.DeviceMap = None,
-    dtype: opt.Dtype = "auto",
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    offline: opt.Offline = False,
-    quiet: opt.Quiet = False,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    min_p: opt.MinP = None,
-    typical_p: opt.TypicalP = None,
-    eta_cutoff: opt.EtaCutoff = None,
-    epsilon_cutoff: opt.EpsilonCutoff = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    seed: opt.Seed = None,
     acceptance: opt.AcceptanceRule = None,
-    epsilon: opt.Epsilon = None,
-    delta: opt.Delta = None,
-    greedy_root: opt.GreedyRoot = None,
-    model_defaults: opt.ModelDefaults = False,
+    loading: opt.ModelOptions,
+    sampling: opt.SamplingOptions,
 ) -> None:
     """Generate text from a prompt given with -p, -f or on standard input.
 
@@ -87,36 +68,24 @@ def generate(
     The accept length of a step counts the tokens accepted by that forward, base token included.
     """
     streams = Streams.of_process()
-    check_conflicts(plain=plain, heads=heads, tree=tree, device=device, device_map=device_map)
+    check_conflicts(loading, plain=plain, tree=tree)
     if chat is False and (system is not None or template is not None):
         raise UsageError("--raw continues the text as it is: drop --system and --template")
-    given = opt.given(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        typical_p=typical_p,
-        eta_cutoff=eta_cutoff,
-        epsilon_cutoff=epsilon_cutoff,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        acceptance=acceptance,
-        epsilon=epsilon,
-        delta=delta,
-        greedy_root=greedy_root,
-    )
-    if not model_defaults:
+    given = sampling.given()
+    if acceptance is not None:
+        given["acceptance"] = acceptance
+    if not sampling.model_defaults:
         SamplingConfig(**given)  # a bad value is refused before anything is loaded
     request = Request(
         limits=Limits(max_new_tokens, tuple(stop or ()), ignore_eos, on_overflow),
         given=given,
-        model_defaults=model_defaults,
+        model_defaults=sampling.model_defaults,
         chat=chat,
         system=system,
         template=None if template is None else read_text(template),
         format=format_,
         trace=trace,
-        quiet=quiet,
+        quiet=loading.quiet,
     )
     if batch is not None and (prompt is not None or file is not None):
         raise UsageError("--batch brings its own prompts: drop -p and -f")
@@ -128,24 +97,11 @@ def generate(
         items = [BatchItem(None, read_prompt(prompt, file, streams))]
     else:
         items = read_batch(batch)
-    if trace and not streams.stdout.isatty() and not quiet:
+    if trace and not streams.stdout.isatty() and not loading.quiet:
         streams.note("medusa: --trace colours text on a terminal only")
 
     started = time.perf_counter()
-    loaded = open_model(
-        streams,
-        quiet=quiet,
-        model=model,
-        heads=heads,
-        tree=tree,
-        plain=plain,
-        device=device,
-        device_map=device_map,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        offline=offline,
-    )
+    loaded = open_model(streams, loading, plain=plain, tree=tree)
     from medusa_cli.cli.answer import Answerer
 
     answerer = Answerer(loaded, request, streams, time.perf_counter() - started)

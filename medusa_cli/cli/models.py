@@ -3,27 +3,19 @@
 import json
 import shutil
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from medusa_cli.cli.opening import quiet_libraries
-from medusa_cli.cli.options import Offline, Plain, Quiet
+from medusa_cli.cli.options import Offline, Plain, Quiet, TableFormat
 from medusa_cli.cli.streams import Streams
 from medusa_cli.errors import ModelNotFoundError, UsageError
 from medusa_cli.models import registry
 from medusa_cli.models.storage import embedded_folder, human_bytes
 
 app = typer.Typer(help="List, fetch and remove models.", rich_markup_mode=None)
-
-
-class ListFormat(StrEnum):
-    """How `medusa models` prints."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +46,14 @@ class Row:
 @app.callback(invoke_without_command=True)
 def list_models(
     context: typer.Context,
-    format_: Annotated[ListFormat, typer.Option("--format")] = ListFormat.TABLE,
+    format_: Annotated[TableFormat, typer.Option("--format")] = TableFormat.TABLE,
 ) -> None:
     """List the names that --model takes, with sizes, heads, trees and what is on disk."""
     if context.invoked_subcommand is not None:
         return
     rows = [_row(name, entry) for name, entry in registry.entries().items()]
     streams = Streams.of_process()
-    if format_ is ListFormat.JSON:
+    if format_ is TableFormat.JSON:
         streams.write(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
         return
     for row in rows:

@@ -11,54 +11,44 @@ from medusa_cli.cli.streams import Streams
 from medusa_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from medusa_cli.cli.options import ModelOptions
     from medusa_cli.session import Medusa
 
 
-def check_conflicts(
-    *, plain: bool, heads: str | None, tree: str | None, device: str, device_map: str | None
-) -> None:
+def check_conflicts(options: "ModelOptions", *, plain: bool, tree: str | None) -> None:
     """Raises `UsageError` where one option would silently switch another off."""
-    if plain and (heads is not None or tree is not None):
+    if plain and (options.heads is not None or tree is not None):
         raise UsageError("--plain decodes without heads and tree: drop --heads and --tree")
-    if device_map is not None and device != "auto":
+    if options.device_map is not None and options.device != "auto":
         raise UsageError("--device-map chooses the devices itself: drop --device")
 
 
 def open_model(
-    streams: Streams,
-    *,
-    quiet: bool,
-    model: str,
-    heads: str | None,
-    tree: str | None,
-    plain: bool,
-    device: str,
-    device_map: str | None,
-    dtype: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    offline: bool,
+    streams: Streams, options: "ModelOptions", *, plain: bool, tree: str | None
 ) -> "Medusa":
-    """Loads what the options of the same names ask for, with progress on standard error.
+    """Loads what the options ask for, with progress on standard error.
 
     Raises:
         MedusaError: as `medusa_cli.load` does.
     """
     from medusa_cli.cli.loading import LoadProgress
 
-    with LoadProgress(streams, model, quiet=quiet) as report:
-        quiet_libraries(offline=offline, progress=streams.stderr.isatty() and not quiet)
+    with LoadProgress(streams, options.model, quiet=options.quiet) as report:
+        progress = streams.stderr.isatty() and not options.quiet
+        quiet_libraries(offline=options.offline, progress=progress)
         from medusa_cli.models.loader import LoadOptions
         from medusa_cli.session import load
 
         return load(
-            model,
-            heads=heads,
+            options.model,
+            heads=options.heads,
             tree=tree,
             plain=plain,
-            options=LoadOptions(device, device_map, dtype, trust_remote_code),
-            revision=revision,
-            offline=offline,
+            options=LoadOptions(
+                options.device, options.device_map, options.dtype, options.trust_remote_code
+            ),
+            revision=options.revision,
+            offline=options.offline,
             report=report,
         )
 

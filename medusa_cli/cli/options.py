@@ -1,13 +1,25 @@
 """Options that several commands share, and the configurations that they make."""
 
-from typing import Annotated, Any
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from medusa_cli.config import Acceptance
-from medusa_cli.models.registry import entries
+from medusa_cli.models.registry import DEFAULT_MODEL, entries
 
 _MODEL, _SAMPLING = "Model", "Sampling"
+
+
+class TableFormat(StrEnum):
+    """How a command prints what it lists."""
+
+    TABLE = "table"
+    JSON = "json"
 
 
 def _aliases(incomplete: str) -> list[str]:
@@ -101,6 +113,78 @@ ModelDefaults = Annotated[
 ]
 
 
-def given(**values: Any) -> dict[str, Any]:
-    """The options that were given on the command line: all but None."""
-    return {name: value for name, value in values.items() if value is not None}
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What to load and how, an option for each field."""
+
+    model: Model = DEFAULT_MODEL
+    heads: Heads = None
+    device: Device = "auto"
+    device_map: DeviceMap = None
+    dtype: Dtype = "auto"
+    revision: Revision = None
+    trust_remote_code: TrustRemoteCode = False
+    offline: Offline = False
+    quiet: Quiet = False
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are drawn, an option for each field; None where it was not given."""
+
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    typical_p: TypicalP = None
+    eta_cutoff: EtaCutoff = None
+    epsilon_cutoff: EpsilonCutoff = None
+    repetition_penalty: RepetitionPenalty = None
+    seed: Seed = None
+    epsilon: Epsilon = None
+    delta: Delta = None
+    greedy_root: GreedyRoot = None
+    model_defaults: ModelDefaults = False
+
+    def given(self) -> dict[str, Any]:
+        """The fields of `SamplingConfig` that were given on the command line."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["model_defaults"]
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose dataclass parameters are an option for each of their fields.
+
+    Typer reads options off the signature: the result's has the fields in the groups' places.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if is_dataclass(parameter.annotation)
+    }
+    flat: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if name not in groups:
+            flat.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(groups[name], include_extras=True)
+        flat += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(groups[name])
+        ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    run.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
+    return run

@@ -38,13 +38,6 @@ class Basis(StrEnum):
     ACCURACY = "accuracy"
 
 
-class ListFormat(StrEnum):
-    """How `medusa tree list` prints."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
 @app.callback(invoke_without_command=True)
 def root(context: typer.Context) -> None:
     """Build, draw and list trees of candidates.
@@ -158,13 +151,13 @@ def show(
 @app.command("list")
 def list_trees(
     format_: Annotated[
-        ListFormat, typer.Option("--format", help="How to print.")
-    ] = ListFormat.TABLE,
+        opt.TableFormat, typer.Option("--format", help="How to print.")
+    ] = opt.TableFormat.TABLE,
 ) -> None:
     """List the shipped trees, with sizes and where they come from."""
     streams = Streams.of_process()
     trees = [load_tree(name) for name in shipped_trees()]
-    if format_ is ListFormat.JSON:
+    if format_ is opt.TableFormat.JSON:
         rows = [
             {"name": tree.name, "nodes": tree.nodes, "depth": tree.depth, "origin": tree.origin}
             for tree in trees

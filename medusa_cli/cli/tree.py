@@ -106,7 +106,7 @@ def build(
     if path.exists() and not force:
         raise UsageError(f"{path} exists: choose another --out, or overwrite it with --force")
     tree = replace(tree, name=name)
-    write_atomic(path, tree_search.to_json(tree))
+    write_atomic(path, tree_search.to_json(tree), parents=True)
     lines = [f"wrote {path}: {_size(tree)}", f"expected accept length {expected:.2f}"]
     if traces is not None and traces.positions and tree.candidates <= MAX_RANKS:
         lengths = [length for text in traces.texts for length in replay(tree, text)]

@@ -114,8 +114,8 @@ def save(folder: Path, found: Traces) -> bool:
     if not found.provenance.complete and _is_complete(folder / TRACES):
         return False
     table = head_accuracy.accuracy_table(found)
-    write_atomic(folder / TRACES, traces.to_json(found))
-    write_atomic(folder / ACCURACY, head_accuracy.to_json(table))
+    write_atomic(folder / TRACES, traces.to_json(found), parents=True)
+    write_atomic(folder / ACCURACY, head_accuracy.to_json(table), parents=True)
     return True
 
 

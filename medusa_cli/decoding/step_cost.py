@@ -125,7 +125,7 @@ def save_costs(costs: StepCosts) -> Path:
     """
     path = _file(costs)
     data = {"format": FORMAT, **asdict(costs)}
-    write_atomic(path, json.dumps(data, indent=1) + "\n")
+    write_atomic(path, json.dumps(data, indent=1) + "\n", parents=True)
     return path
 
 

@@ -43,18 +43,20 @@ def ensure_folder(folder: Path, needed: int) -> None:
         )
 
 
-def write_atomic(path: Path, text: str, *, private: bool = False) -> None:
-    """Writes a whole file or leaves the old one; makes its folder.
+def write_atomic(path: Path, text: str, *, private: bool = False, parents: bool = False) -> None:
+    """Writes a whole file or leaves the old one.
 
     Args:
         private: readable by its user alone.
+        parents: make its folder, too.
 
     Raises:
         StorageError: it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         descriptor = os.open(temporary, flags, 0o600 if private else 0o666)
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:

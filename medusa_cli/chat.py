@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from medusa_cli.config import FinishReason, Limits, SamplingConfig
-from medusa_cli.decoding.tree import ROOT_ONLY, load_tree
+from medusa_cli.decoding.tree import ROOT_ONLY
 from medusa_cli.errors import ContextLengthError, UsageError
 from medusa_cli.models.cache import KVCache
 from medusa_cli.session import Medusa
@@ -159,10 +159,8 @@ class Chat:
             UsageError: there are no heads.
             TreeError: no such tree, or one that the heads cannot draft.
         """
-        heads = self.require_heads()
-        tree = load_tree(source)
-        tree.check_heads(heads.info.num_heads, heads.info.vocabulary)
-        self.model = replace(self.model, tree=tree)
+        self.require_heads()
+        self.model = self.model.with_tree(source)
         self.plain = False
 
     def require_heads(self) -> Any:

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from medusa_cli.config import Limits, SamplingConfig
+from medusa_cli.decoding.adaptive import AUTO, AdaptiveDrafting, AnyTree, AutoTree
+from medusa_cli.decoding.auto_tree import auto_tree, kept_calibration
 from medusa_cli.decoding.decode import Budget, DecodeStep, decode
+from medusa_cli.decoding.drafting import Drafting, StaticDrafting, plain_drafting
+from medusa_cli.decoding.lookup import Lookup
 from medusa_cli.decoding.sampling import Sampler
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree, load_tree
-from medusa_cli.decoding.tree_buffers import tree_buffers
 from medusa_cli.models import registry
 from medusa_cli.models.base import BaseModel, eos_ids
 from medusa_cli.models.cache import KVCache
@@ -42,6 +45,7 @@ def load(
     *,
     heads: str | None = None,
     tree: str | None = None,
+    lookup: bool | None = None,
     plain: bool = False,
     options: LoadOptions | None = None,
     revision: str | None = None,
@@ -53,7 +57,10 @@ def load(
     Args:
         model: alias, hub id or directory.
         heads: alias, hub id, directory or file; by default the model's own.
-        tree: name of a shipped tree or a JSON file; by default one that suits the device.
+        tree: `auto`, name of a shipped tree, or a JSON file; by default `auto` for heads that
+            are calibrated, else a shipped one that suits the device.
+        lookup: draft also what followed the last tokens earlier in the text; by default with the
+            adaptive tree only.
         plain: load no heads and decode one token per forward.
         options: device, precision and whether to trust the model's code.
         revision: of the base model's hub repository.
@@ -64,7 +71,7 @@ def load(
         MedusaError: with what is missing or does not fit, and what to do.
     """
     options = options or LoadOptions()
-    chosen = None if plain or tree is None else load_tree(tree)
+    chosen = None if plain or tree in (None, AUTO) else load_tree(tree)
     source = Finder(revision, offline, report).find(model, heads, plain=plain)
     tokenizer = load_tokenizer(source, options)
     base = load_base(source, options, report)
@@ -74,9 +81,15 @@ def load(
     if source.heads is None:
         return Medusa(model, base, tokenizer, None, ROOT_ONLY, template)
     loaded = load_heads(source.heads, base, source.heads_name or model)
-    tree_used = chosen or _default_tree(source, base, loaded)
-    tree_used.check_heads(loaded.info.num_heads, loaded.info.vocabulary)
-    return Medusa(model, base, tokenizer, loaded, tree_used, template)
+    static = chosen or _default_tree(source, base, loaded)
+    static.check_heads(loaded.info.num_heads, loaded.info.vocabulary)
+    loaded_model = Medusa(model, base, tokenizer, loaded, static, template, lookup)
+    if chosen is None:
+        calibration = kept_calibration(model, loaded, report)
+        if tree == AUTO or calibration is not None:
+            adaptive = auto_tree(base, loaded, calibration, static, report)
+            return replace(loaded_model, tree=adaptive)
+    return loaded_model
 
 
 def _default_tree(source: Source, base: BaseModel, heads: Heads) -> Tree:
@@ -97,14 +110,16 @@ class Medusa:
         heads: None when decoding plainly.
         tree: the root alone when decoding plainly.
         template: chat template that replaces the tokenizer's; None keeps that.
+        lookup: whether lookup branches join the tree; None: those of the adaptive tree only.
     """
 
     name: str
     base: BaseModel
     tokenizer: "PreTrainedTokenizerBase"
     heads: Heads | None
-    tree: Tree
+    tree: AnyTree
     template: str | None = None
+    lookup: bool | None = None
 
     @property
     def has_template(self) -> bool:
@@ -230,8 +245,7 @@ class Medusa:
         """
         return decode(
             self.base,
-            self.heads,
-            tree_buffers(self.tree, self.base.device),
+            self._drafting(sampling),
             Sampler(sampling, self.base.device),
             ids,
             cache,
@@ -241,6 +255,32 @@ class Medusa:
                 frozenset() if limits.ignore_eos else self.eos_ids,
             ),
         )
+
+    def with_tree(self, source: str) -> "Medusa":
+        """The same model with another tree: `auto`, a shipped one's name, or a file.
+
+        Raises:
+            TreeError: no such tree, or one that the heads cannot draft.
+        """
+        assert self.heads is not None, "a tree needs heads"
+        static = self.tree.static if isinstance(self.tree, AutoTree) else self.tree
+        if source == AUTO:
+            calibration = kept_calibration(self.name, self.heads)
+            return replace(self, tree=auto_tree(self.base, self.heads, calibration, static))
+        tree = load_tree(source)
+        tree.check_heads(self.heads.info.num_heads, self.heads.info.vocabulary)
+        return replace(self, tree=tree)
+
+    def _drafting(self, sampling: SamplingConfig) -> Drafting:
+        device = self.base.device
+        if self.heads is None:
+            return plain_drafting(device)
+        adaptive = isinstance(self.tree, AutoTree)
+        lookup = Lookup() if (adaptive if self.lookup is None else self.lookup) else None
+        if isinstance(self.tree, AutoTree):
+            temperature = sampling.temperature
+            return AdaptiveDrafting(self.heads, self.tree, temperature, device, lookup)
+        return StaticDrafting(self.heads, self.tree, device, lookup)
 
     def _is_raw(self, prompt: Prompt, chat: bool | None) -> bool:
         return isinstance(prompt, str) and not (self.has_template if chat is None else chat)
@@ -253,9 +293,10 @@ class Medusa:
         finish = steps[-1].finish
         assert finish is not None, "the last step says why it is the last"
         warnings = list(self.heads.info.warnings) if self.heads is not None else []
-        if self.heads is not None and len(lengths) >= SILENT_STEPS and max(lengths) == 1:
+        drafted = [step.accept_length for step in verified if step.nodes > 1]
+        if len(drafted) >= SILENT_STEPS and max(drafted) == 1:
             warnings.append(
-                f"no draft was accepted in {len(lengths)} steps: do the heads fit this model?"
+                f"no draft was accepted in {len(drafted)} steps: do the heads fit this model?"
             )
         return Result(
             text="".join(step.text for step in steps),
@@ -265,6 +306,7 @@ class Medusa:
             accept_lengths=lengths,
             sampling=sampling,
             tree=None if self.heads is None else self.tree,
+            step_nodes=tuple(step.nodes for step in verified),
             ttft_seconds=ttft,
             step_seconds=tuple(step.seconds for step in verified),
             warnings=tuple(warnings),

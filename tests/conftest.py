@@ -25,7 +25,7 @@ from transformers import (
 
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
-from medusa_cli.models.heads import Head
+from medusa_cli.models.heads import Candidates, Head
 
 # Tiny tensors: threads only get in each other's way.
 torch.set_num_threads(1)
@@ -186,8 +186,22 @@ def model_folder(tmp_path: Path) -> Path:
     return folder
 
 
+class _Sure:
+    """States probabilities for what `propose` gives: each candidate half as likely as the last."""
+
+    def propose(self, hidden: Tensor, pending: Tensor, heads: int, candidates: int) -> Tensor:
+        raise NotImplementedError
+
+    def score(
+        self, hidden: Tensor, pending: Tensor, temperatures: Sequence[float], candidates: int
+    ) -> Candidates:
+        tokens = self.propose(hidden, pending, len(temperatures), candidates)
+        shares = 0.9 * torch.tensor([0.5**rank for rank in range(1, candidates + 1)], device="cpu")
+        return Candidates(tokens, shares.log().expand(len(temperatures), -1))
+
+
 @dataclass
-class ScriptedDrafter:
+class ScriptedDrafter(_Sure):
     """Proposes by script instead of from heads.
 
     Attributes:
@@ -216,7 +230,7 @@ class ScriptedDrafter:
 
 
 @dataclass
-class RandomDrafter:
+class RandomDrafter(_Sure):
     """Proposes distinct random tokens."""
 
     generator: torch.Generator

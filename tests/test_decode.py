@@ -7,10 +7,10 @@ import torch
 
 from conftest import CONTEXT, EOS, RandomDrafter, ScriptedDrafter, tiny_base, tiny_module
 from medusa_cli.config import Acceptance, FinishReason, SamplingConfig
-from medusa_cli.decoding.decode import Budget, DecodeStep, Drafter, decode
+from medusa_cli.decoding.decode import Budget, DecodeStep, decode
+from medusa_cli.decoding.drafting import Drafter, StaticDrafting
 from medusa_cli.decoding.sampling import Sampler
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree, dense_tree, load_tree, static_tree
-from medusa_cli.decoding.tree_buffers import tree_buffers
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
 
@@ -40,9 +40,9 @@ def run(
 ) -> list[DecodeStep]:
     sampler = Sampler(sampling or SamplingConfig(seed=0), CPU)
     budget = Budget(limit, context, eos)
-    buffers = tree_buffers(tree, CPU)
+    drafting = StaticDrafting(drafter, tree, CPU)
     cache = KVCache() if cache is None else cache
-    return list(decode(base, drafter, buffers, sampler, prompt, cache, budget))
+    return list(decode(base, drafting, sampler, prompt, cache, budget))
 
 
 def ids(steps: list[DecodeStep]) -> list[int]:
@@ -192,9 +192,9 @@ def test_the_users_limit_is_named_when_both_fall_together() -> None:
 
 
 def test_depths_name_drafts_and_the_base_token() -> None:
-    assert DecodeStep((5,), 0, 0.0, None).depths == (0,)
-    assert DecodeStep((5, 6, 7), 3, 0.0, None).depths == (1, 2, 0)
-    assert DecodeStep((5, 6), 4, 0.0, FinishReason.EOS).depths == (1, 2)
+    assert DecodeStep((5,), 0, 0, 0.0, None).depths == (0,)
+    assert DecodeStep((5, 6, 7), 3, 8, 0.0, None).depths == (1, 2, 0)
+    assert DecodeStep((5, 6), 4, 8, 0.0, FinishReason.EOS).depths == (1, 2)
 
 
 def test_a_consumer_that_walks_away_leaves_a_right_cache(base: BaseModel) -> None:
@@ -203,7 +203,7 @@ def test_a_consumer_that_walks_away_leaves_a_right_cache(base: BaseModel) -> Non
         cache = KVCache()
         drafter = ScriptedDrafter(cache, PROMPT + truth, rank=0)
         sampler, budget = Sampler(SamplingConfig(seed=0), CPU), Budget(40, CONTEXT, NO_EOS)
-        stream = decode(base, drafter, tree_buffers(CHAIN, CPU), sampler, PROMPT, cache, budget)
+        stream = decode(base, StaticDrafting(drafter, CHAIN, CPU), sampler, PROMPT, cache, budget)
         taken = [next(stream) for _ in range(events)]
         stream.close()
         kept = PROMPT + ids(taken)
@@ -281,8 +281,8 @@ def test_no_tensor_is_made_without_its_device(base: BaseModel) -> None:
         drafter = ScriptedDrafter(cache, PROMPT + expected, rank=0)
         sampler, budget = Sampler(sampling, CPU), Budget(20, CONTEXT, NO_EOS)
         with torch.device("meta"):
-            buffers = tree_buffers(CHAIN, CPU)
-            steps = list(decode(base, drafter, buffers, sampler, PROMPT, cache, budget))
+            drafting = StaticDrafting(drafter, CHAIN, CPU)
+            steps = list(decode(base, drafting, sampler, PROMPT, cache, budget))
         assert len(ids(steps)) == 20
         if sampling.temperature == 0:
             assert ids(steps) == expected[:20]

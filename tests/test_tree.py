@@ -15,7 +15,7 @@ from medusa_cli.decoding.tree import (
     shipped_trees,
     static_tree,
 )
-from medusa_cli.decoding.tree_buffers import tree_buffers
+from medusa_cli.decoding.tree_buffers import token_index, tree_buffers
 from medusa_cli.errors import TreeError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "vicuna_7b_stage2.json").read_text())
@@ -38,7 +38,7 @@ def test_buffers_are_those_published() -> None:
     buffers = tree_buffers(tree, CPU)
     assert [list(choice) for choice in tree.choices] == GOLDEN["node_order"]
     assert tree.candidates == GOLDEN["candidates_per_head"]
-    assert buffers.token_index.tolist() == GOLDEN["token_index"]
+    assert token_index(tree, CPU).tolist() == GOLDEN["token_index"]
     assert buffers.depths.tolist() == GOLDEN["depth"]
     assert buffers.ancestors[:, 0].all()
     assert buffers.ancestors.sum(dim=1).tolist() == [depth + 1 for depth in GOLDEN["depth"]]
@@ -87,8 +87,9 @@ def test_depth_limit_is_a_slice_of_the_buffers() -> None:
     for depth in range(5):
         sliced, tree = buffers.limited(depth), load_tree("mc_sim_7b_63").limited(depth)
         fresh = tree_buffers(tree, CPU)
-        assert sliced.tree == tree
-        assert tree.depth == depth
+        assert sliced.nodes == tree.nodes
+        assert sliced.depth == tree.depth == depth
+        assert sliced.levels == fresh.levels
         for name in ("depths", "parents", "ancestors", "paths"):
             assert torch.equal(getattr(sliced, name), getattr(fresh, name))
 
@@ -98,6 +99,7 @@ def test_levels_are_contiguous() -> None:
     depths = tree_buffers(tree, CPU).depths.tolist()
     for depth in range(tree.depth + 1):
         start, end = tree.level(depth)
+        assert tree_buffers(tree, CPU).level(depth) == (start, end)
         assert [i for i, d in enumerate(depths) if d == depth] == list(range(start, end))
 
 

@@ -10,7 +10,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from medusa_cli.config import Limits, SamplingConfig
-from medusa_cli.decoding.tree import ROOT_ONLY, Tree
+from medusa_cli.decoding.adaptive import AnyTree, AutoTree
+from medusa_cli.decoding.tree import ROOT_ONLY
 from medusa_cli.models.cache import KVCache
 from medusa_cli.session import Medusa
 
@@ -45,7 +46,7 @@ class ArmInfo:
     kind: ArmKind
     about: str
     sampling: SamplingConfig
-    tree: Tree | None = None
+    tree: AnyTree | None = None
     comparable: bool = True
 
 
@@ -97,7 +98,7 @@ def plain_arm(model: Medusa, sampling: SamplingConfig, *, ignore_eos: bool) -> O
 
 
 def tree_arm(
-    model: Medusa, tree: Tree, sampling: SamplingConfig, *, name: str, ignore_eos: bool
+    model: Medusa, tree: AnyTree, sampling: SamplingConfig, *, name: str, ignore_eos: bool
 ) -> OwnArm:
     """The model's heads with one tree.
 
@@ -106,11 +107,13 @@ def tree_arm(
     """
     assert model.heads is not None, "a tree arm needs heads"
     heads = model.heads.info
-    tree.check_heads(heads.num_heads, heads.vocabulary)
+    most = "up to " if isinstance(tree, AutoTree) else ""
+    if not isinstance(tree, AutoTree):
+        tree.check_heads(heads.num_heads, heads.vocabulary)
     info = ArmInfo(
         name,
         ArmKind.MEDUSA,
-        f"{tree.nodes} nodes, {tree.depth} deep",
+        f"{most}{tree.nodes} nodes, {tree.depth} deep",
         sampling,
         tree,
         comparable=not sampling.lossy,

@@ -15,7 +15,7 @@ from medusa_cli.bench.report import BenchReport
 from medusa_cli.bench.runner import Conversation, Measurement, Plan, Run, Runner
 from medusa_cli.bench.summary import summarise
 from medusa_cli.config import SamplingConfig
-from medusa_cli.decoding.tree import Tree
+from medusa_cli.decoding.adaptive import AnyTree
 from medusa_cli.errors import UsageError
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
@@ -40,7 +40,7 @@ class Contest:
         ignore_eos: go on after end tokens.
     """
 
-    trees: dict[str, Tree]
+    trees: dict[str, AnyTree]
     samplings: tuple[SamplingConfig, ...]
     peers: tuple[str, ...] = ()
     baseline: bool = True
@@ -157,8 +157,7 @@ def reads_like_noise(base: BaseModel, ids: Sequence[int]) -> bool:
     end = torch.tensor(list(ids)[-READ_TOKENS:], device=base.device)  # [M]
     if len(end) < 2:
         return False
-    positions = torch.arange(len(end), device=base.device)
-    logits = base.verify(end, positions, None, KVCache()).logits.float()  # [M, V]
+    logits = base.extend(end, KVCache()).logits.float()  # [M, V]
     loss = torch.nn.functional.cross_entropy(logits[:-1], end[1:].to(logits.device))
     return float(loss) > RANDOM_SHARE * math.log(base.vocab_size)
 

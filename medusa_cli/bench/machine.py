@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import psutil
 import torch
 
 from medusa_cli import __version__
-from medusa_cli.decoding.tree import Tree
+from medusa_cli.decoding.adaptive import AnyTree, AutoTree
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.hardware import device_name, processor_name
 
@@ -43,9 +44,10 @@ def environment(base: BaseModel) -> dict[str, Any]:
     }
 
 
-def tree_sha256(tree: Tree) -> str:
-    """SHA-256 of a tree's choices, whatever its name."""
-    return hashlib.sha256(json.dumps(tree.choices).encode()).hexdigest()
+def tree_sha256(tree: AnyTree) -> str:
+    """SHA-256 of a tree's choices, whatever its name; of the adaptive tree's calibration."""
+    content = asdict(tree.calibration) if isinstance(tree, AutoTree) else tree.choices
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 class CpuMemory:

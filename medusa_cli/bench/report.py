@@ -10,7 +10,7 @@ from medusa_cli.bench.machine import tree_sha256
 from medusa_cli.bench.runner import Run
 from medusa_cli.bench.statistics import LEVEL, Interval
 from medusa_cli.bench.summary import ArmSummary
-from medusa_cli.decoding.tree import Tree
+from medusa_cli.decoding.adaptive import AnyTree
 from medusa_cli.text.events import step_milliseconds
 
 SCHEMA = "medusa.bench/1"
@@ -71,7 +71,7 @@ def to_data(report: BenchReport, token_text: TokenText) -> dict[str, Any]:
     }
 
 
-def tree_data(tree: Tree | None) -> dict[str, Any] | None:
+def tree_data(tree: AnyTree | None) -> dict[str, Any] | None:
     """A tree's identity."""
     if tree is None:
         return None

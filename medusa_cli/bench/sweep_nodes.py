@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from medusa_cli.bench.tables import Table, number
-from medusa_cli.decoding.step_cost import measure_step_seconds
+from medusa_cli.decoding.step_timing import measure_step_seconds
 from medusa_cli.decoding.traces import Traces, mean_accept_length
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree, dense_tree
 from medusa_cli.decoding.tree_search import build_for_decoding, right_counts

@@ -71,6 +71,7 @@ def accuracy(
     from medusa_cli.cli.bench_output import show
     from medusa_cli.cli.bench_request import BenchFormat
     from medusa_cli.cli.loading import LoadProgress
+    from medusa_cli.decoding.adaptive import AutoTree
     from medusa_cli.decoding.head_accuracy import accuracy_table
     from medusa_cli.decoding.measured import make_folder, results_folder, save
     from medusa_cli.training import accuracy as measuring
@@ -93,7 +94,8 @@ def accuracy(
         raise ContextLengthError("no prompt fits the model's context: give shorter ones")
     if traces.texts:
         saved = save(folder, traces)
-        show(_findings(accuracy_table(traces), traces, loaded.tree), BenchFormat(format_), streams)
+        tree = loaded.tree.static if isinstance(loaded.tree, AutoTree) else loaded.tree
+        show(_findings(accuracy_table(traces), traces, tree), BenchFormat(format_), streams)
         if not loading.quiet:
             wrote = f"wrote {folder / 'accuracy.json'} and traces.json"
             kept = f"not saved: {folder} holds a complete measurement"

@@ -28,10 +28,11 @@ from medusa_cli.cli.bench_request import BenchRequest
 from medusa_cli.cli.interrupt import interruptible
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Acceptance, SamplingConfig
+from medusa_cli.decoding.adaptive import AnyTree
+from medusa_cli.decoding.auto_tree import refresh_costs
 from medusa_cli.decoding.measured import load_traces
-from medusa_cli.decoding.step_cost import costs_of, save_costs
 from medusa_cli.decoding.traces import Traces
-from medusa_cli.decoding.tree import Tree, load_tree
+from medusa_cli.decoding.tree import load_tree
 from medusa_cli.errors import MedusaError, UsageError
 from medusa_cli.models.loader import LoadOptions
 from medusa_cli.models.sources import Finder
@@ -105,10 +106,8 @@ def sweep_nodes(
         sweep = nodes.sweep_nodes(
             model, traces, counts, _where(model), progress.note, should_stop=interrupts
         )
-    built = {p.nodes: p.step_seconds for p in sweep.of(nodes.TreeShape.BUILT)}
-    kept = save_costs(costs_of(model.base, built))
-    if not request.loading.quiet:
-        streams.note(f"medusa: step costs kept in {kept}")
+        assert model.heads is not None, "traces need heads"
+        refresh_costs(model.base, model.heads, lambda stage: progress.note(stage.text))
     if request.plot is not None:
         plot_nodes(sweep, request.plot)
     return Findings(nodes.tables(sweep), nodes.to_data(sweep), draw_nodes(sweep), sweep.complete)
@@ -237,7 +236,7 @@ def _measured(
 
         around = run_benchmark(model, arms, questions, plan, measurement, on_run, interrupts)
     mark = f"prompts {accuracy.prompts_digest(read_questions(request.prompts))}"
-    built_here = [arm.info.name for arm in arms if arm.info.tree and mark in arm.info.tree.origin]
+    built_here = [arm.info.name for arm in arms if mark in getattr(arm.info.tree, "origin", "")]
     around = replace(around, trained_on=built_here)
     settings = {
         "trees": [arm.info.tree.name for arm in arms if arm.info.tree],
@@ -262,9 +261,9 @@ def _samplings(request: BenchRequest) -> tuple[SamplingConfig, ...]:
     return tuple(replace(first, acceptance=rule) for rule in rules)
 
 
-def _trees(request: BenchRequest) -> dict[str, Tree]:
+def _trees(request: BenchRequest) -> dict[str, AnyTree]:
     """The trees asked for, by name; by what was typed where two have the same name."""
-    trees = {typed: load_tree(typed) for typed in dict.fromkeys(request.trees)}
+    trees: dict[str, AnyTree] = {typed: load_tree(typed) for typed in dict.fromkeys(request.trees)}
     names = [tree.name for tree in trees.values()]
     return {
         tree.name if names.count(tree.name) == 1 else typed: tree for typed, tree in trees.items()

@@ -59,13 +59,13 @@ def walk(
     path, drafts = [node], tokens.new_zeros(())
     alive = torch.ones((), dtype=torch.bool, device=tokens.device)
     next_token = tokens[0]
-    for depth in range(tree.tree.depth + 1):
+    for depth in range(tree.depth + 1):
         prefix = _prefixes(context, tokens, torch.stack(path, dim=1))
         choice = sampler.choose(logits.index_select(0, node), prefix, position + depth)
         next_token = torch.where(alive, choice, next_token)
         match = (tree.parents == node) & (tokens == choice)  # [N], at most one is True
         alive = alive & match.any()
-        if depth == tree.tree.depth or (tokens.device.type == "cpu" and not alive):
+        if depth == tree.depth or (tokens.device.type == "cpu" and not alive):
             break
         node = torch.where(alive, match.int().argmax(), node)
         path.append(node)
@@ -90,8 +90,8 @@ def typical(
     # Log-probability of each node's path; -inf where a token on it was rejected.
     log_p = torch.full(tokens.shape, -torch.inf, device=tokens.device)  # [N]
     log_p[0] = 0
-    for depth in range(tree.tree.depth):
-        rows = torch.arange(*tree.tree.level(depth), device=tokens.device)  # [R]
+    for depth in range(tree.depth):
+        rows = torch.arange(*tree.level(depth), device=tokens.device)  # [R]
         if tokens.device.type == "cpu":
             rows = rows[log_p[rows] > -torch.inf]
             if len(rows) == 0:
@@ -100,7 +100,7 @@ def typical(
         warped = sampler.warp(logits[rows], prefixes)
         kept = typical_set(warped, sampler.config)  # [R, V]
         step = warped.scores.log_softmax(dim=-1).masked_fill(~kept, -torch.inf)
-        children = slice(*tree.tree.level(depth + 1))
+        children = slice(*tree.level(depth + 1))
         parents = tree.parents[children]  # [M]
         row_of = torch.searchsorted(rows, parents).clamp(max=len(rows) - 1)  # [M]
         gained = step[row_of, tokens[children]].masked_fill(rows[row_of] != parents, -torch.inf)

@@ -8,32 +8,16 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from medusa_cli.config import FinishReason
 from medusa_cli.decoding.acceptance import accept
-from medusa_cli.decoding.attention import tree_attention_mask
+from medusa_cli.decoding.drafting import Draft, Drafting
 from medusa_cli.decoding.sampling import Sampler
-from medusa_cli.decoding.tree_buffers import TreeBuffers
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
-
-
-class Drafter(Protocol):
-    """What proposes candidates: trained heads, or a scripted one in a test."""
-
-    def propose(
-        self,
-        hidden: Tensor,  # [D]
-        pending: Tensor,  # []
-        heads: int,
-        candidates: int,
-    ) -> Tensor:  # [heads, candidates]
-        """Token ids for the `heads` positions behind `pending`, best first, distinct in a row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +43,14 @@ class DecodeStep:
         token_ids: emitted tokens, cut behind an end-of-sequence token; never empty.
         accept_length: tokens that the verification accepted, its base token included, before
             the cut; 0 for the prefill, which verifies nothing.
+        nodes: of the tree that was verified, the root included; 0 for the prefill.
         seconds: wall time of the step, from drafting to the host having its tokens.
         finish: why generation ended with this step, or None.
     """
 
     token_ids: tuple[int, ...]
     accept_length: int
+    nodes: int
     seconds: float
     finish: FinishReason | None
 
@@ -77,8 +63,7 @@ class DecodeStep:
 
 def decode(
     base: BaseModel,
-    drafter: Drafter | None,
-    tree: TreeBuffers,
+    drafting: Drafting,
     sampler: Sampler,
     prompt_ids: Sequence[int],
     cache: KVCache,
@@ -90,8 +75,7 @@ def decode(
     holds exactly rows of the prompt and of emitted tokens.
 
     Args:
-        drafter: may be None for the root-only tree, which is plain decoding.
-        tree: buffers on the base model's device.
+        drafting: fresh, on the base model's device.
         prompt_ids: S token ids, S >= 1, shorter than the context.
     """
     emitted = 0
@@ -100,38 +84,26 @@ def decode(
         started = time.perf_counter()
         hidden, pending = _prefill(base, sampler, prompt_ids, cache)
         new = [int(pending)]  # host sync
-        accept_length = 0
+        text = list(prompt_ids)
+        accept_length = nodes = 0
         while True:
             new, ended = _up_to_eos(new, budget.eos_ids)
             emitted += len(new)
+            text += new
             at_limit = limit_reason if emitted == limit else None
             finish = FinishReason.EOS if ended else at_limit
             seconds = time.perf_counter() - started
-            yield DecodeStep(tuple(new), accept_length, seconds, finish)
+            yield DecodeStep(tuple(new), accept_length, nodes, seconds, finish)
             if finish is not None:
                 return
             started = time.perf_counter()
             # A step emits one token more than it accepts drafts.
-            step_tree = tree.limited(limit - emitted - 1)
-            tokens = draft(drafter, hidden, pending, step_tree)  # [N]
-            hidden, pending, new = verify(base, sampler, tokens, step_tree, cache)
-            accept_length = len(new)
+            draft = drafting.draft(hidden, pending, text, limit - emitted - 1)
+            hidden, pending, new = verify(base, sampler, draft, cache)
+            drafting.observe(new)
+            accept_length, nodes = len(new), draft.tree.nodes
     finally:
         cache.keep(len(prompt_ids) + emitted)
-
-
-def draft(
-    drafter: Drafter | None,
-    hidden: Tensor,  # [D]
-    pending: Tensor,  # []
-    tree: TreeBuffers,
-) -> Tensor:  # [N]
-    """The tree's tokens: the pending token at the root, the heads' candidates below."""
-    depth = tree.tree.depth
-    if drafter is None or depth == 0:
-        return pending[None]
-    candidates = drafter.propose(hidden, pending, depth, tree.candidates)  # [depth, C]
-    return torch.cat([pending[None], candidates.flatten()])[tree.token_index]
 
 
 def _prefill(
@@ -156,8 +128,7 @@ def _prefill(
 def verify(
     base: BaseModel,
     sampler: Sampler,
-    tokens: Tensor,  # [N]
-    tree: TreeBuffers,
+    draft: Draft,
     cache: KVCache,
 ) -> tuple[Tensor, Tensor, list[int]]:  # [D], [], A accepted drafts and the base token
     """One verification: forward, acceptance, compaction.
@@ -165,9 +136,9 @@ def verify(
     Returns the hidden row behind the accepted path, the next pending token, and on the host the
     accepted drafts with that token.
     """
+    tokens, tree = draft.tokens, draft.tree  # [N]
     rows = len(cache.ids)  # L
-    mask = tree_attention_mask(tree.ancestors, tree.depths, rows, base.layout, base.dtype)
-    output = base.verify(tokens, rows + tree.depths, mask, cache)
+    output = base.verify(tokens, tree.depths, tree.paths, cache)
     context = _context(sampler, cache, tokens.device)
     logits = output.logits.to(tokens.device)  # [N, V]
     verdict = accept(logits, tokens, tree, sampler, context, rows + 1)

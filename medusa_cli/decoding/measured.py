@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from medusa_cli.decoding import head_accuracy, traces
+from medusa_cli.decoding import calibration, head_accuracy, traces
+from medusa_cli.decoding.calibration import Calibration, KeptCalibration
 from medusa_cli.decoding.head_accuracy import AccuracyTable
 from medusa_cli.decoding.traces import Traces
 from medusa_cli.errors import CheckpointError, StorageError
@@ -22,9 +23,9 @@ from medusa_cli.models.progress import Report, Stage, silent
 from medusa_cli.models.storage import cache_folder, write_atomic
 from medusa_cli.models.tensor_files import read_json, read_tensors, tensors_sha256
 
-TRACES, ACCURACY = "traces.json", "accuracy.json"
+TRACES, ACCURACY, CALIBRATION = "traces.json", "accuracy.json", "calibration.json"
 _PACKAGE = Path(__file__).parents[1]
-_Results = TypeVar("_Results", Traces, AccuracyTable)
+_Results = TypeVar("_Results", Traces, AccuracyTable, KeptCalibration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,12 @@ def load_traces(of: Subject, report: Report = silent) -> Traces | None:
 def load_accuracy(of: Subject, report: Report = silent) -> AccuracyTable | None:
     """The accuracy measured for a subject, or None; arguments and errors as in `load_traces`."""
     return next(_found(of, ACCURACY, head_accuracy.from_json, report), None)
+
+
+def load_calibration(of: Subject, report: Report = silent) -> Calibration | None:
+    """The calibration measured for a subject, or None; arguments and errors as in `load_traces`."""
+    found = next(_found(of, CALIBRATION, calibration.from_json, report), None)
+    return None if found is None else found.calibration
 
 
 def config_accuracy(of: Subject) -> tuple[tuple[float, ...], ...]:

@@ -1,119 +1,95 @@
-"""What a decode step costs on this machine, against the number of tree nodes.
+"""What decode steps cost on this machine: kept tables, read by whatever chooses a tree.
 
-The table is measured once for a model, device and precision, kept in the cache folder, and read by
-whatever chooses a tree size.
+A table belongs to a model with its heads, a device, a precision, an engine and a number of threads.
+It lies in the cache folder. Measuring is `step_timing`'s job.
 """
 
 import hashlib
 import json
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
 
-from medusa_cli.config import SamplingConfig
-from medusa_cli.decoding.decode import Drafter, draft, verify
-from medusa_cli.decoding.sampling import Sampler
-from medusa_cli.decoding.tree import Tree
-from medusa_cli.decoding.tree_buffers import tree_buffers
 from medusa_cli.errors import CheckpointError
 from medusa_cli.models.base import BaseModel
-from medusa_cli.models.cache import KVCache
 from medusa_cli.models.hardware import device_name
+from medusa_cli.models.heads import HeadsInfo
 from medusa_cli.models.storage import cache_folder, write_atomic
 
-FORMAT = "medusa-step-cost/1"
-CONTEXT = 256  # valid KV rows at which steps are timed
-ROUNDS = 7
+FORMAT = "medusa-step-cost/2"
+
+
+@dataclass(frozen=True, slots=True)
+class CostKey:
+    """What a table was measured on.
+
+    Attributes:
+        model, heads: names.
+        device, dtype, engine: that the model runs on, in and by.
+        threads: that torch uses.
+    """
+
+    model: str
+    heads: str
+    device: str
+    dtype: str
+    engine: str
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a whole decode step (draft, verify, accept, compact) by number of nodes.
+    """Seconds of a decode step, drafting apart from the rest.
 
     Attributes:
-        model, device, dtype: what they were measured on.
-        threads: that torch used.
-        context: valid KV rows meanwhile.
-        seconds: by number of nodes, the root included.
+        key: what it was measured on.
+        verify: seconds to verify, accept and compact, by number of nodes, the root included.
+        draft: seconds of running the first 1, 2, ... heads.
     """
 
-    model: str
-    device: str
-    dtype: str
-    threads: int
-    context: int
-    seconds: dict[int, float]
+    key: CostKey
+    verify: dict[int, float]
+    draft: tuple[float, ...]
 
     def at(self, nodes: int) -> float:
-        """Seconds of a step over `nodes`, interpolated between measured counts.
+        """Seconds to verify `nodes`, interpolated between measured counts.
 
         Beyond the measured counts the nearest one's cost holds, in proportion to the nodes above.
         """
-        counts = sorted(self.seconds)
+        counts = sorted(self.verify)
         i = bisect_left(counts, nodes)
         if i == len(counts):
-            return self.seconds[counts[-1]] * nodes / counts[-1]
+            return self.verify[counts[-1]] * nodes / counts[-1]
         if counts[i] == nodes or i == 0:
-            return self.seconds[counts[i]]
+            return self.verify[counts[i]]
         low, high = counts[i - 1], counts[i]
         share = (nodes - low) / (high - low)
-        return self.seconds[low] * (1 - share) + self.seconds[high] * share
+        return self.verify[low] * (1 - share) + self.verify[high] * share
+
+    def up_to(self, nodes: int) -> list[float]:
+        """Seconds to verify 0, 1, ..., `nodes` nodes; noise never makes a larger count cheaper."""
+        found = [0.0]
+        for n in range(1, nodes + 1):
+            found.append(max(found[-1], self.at(n)))
+        return found
+
+    def drafting(self, heads: int) -> float:
+        """Seconds of running the first `heads` heads."""
+        return self.draft[min(heads, len(self.draft)) - 1] if heads > 0 and self.draft else 0.0
 
 
-def measure_step_seconds(
-    base: BaseModel,
-    drafter: Drafter | None,
-    trees: Mapping[str, Tree],
-    report: Callable[[str], None] = lambda _text: None,
-    clock: Callable[[], float] = time.perf_counter,
-    should_stop: Callable[[], bool] = lambda: False,
-    rounds: int = ROUNDS,
-    context: int = CONTEXT,
-) -> dict[str, float]:
-    """Median seconds of a greedy step with each tree, on `context` rows of made-up text.
-
-    Rounds go over all trees forwards and backwards in turn, so that drift hits all alike; the
-    first one is not counted. Every step reads its tokens back to the host, which waits for the
-    device. When `should_stop` says so after the first counted round, the rounds made so far count.
-    """
-    sampler = Sampler(SamplingConfig(seed=0), base.device)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(base.vocab_size, (context,), generator=generator).to(base.device)
-    cache = KVCache()
-    output = base.prefill(ids, cache)
-    cache.append(ids.tolist())
-    hidden, pending = output.hidden[0], output.logits[0].argmax()
-    buffers = {name: tree_buffers(tree, base.device) for name, tree in trees.items()}
-    taken: dict[str, list[float]] = {name: [] for name in trees}
-    for turn in range(rounds + 1):
-        if turn > 1 and should_stop():
-            break
-        report(f"timing steps, round {turn} of {rounds}" if turn else "warming up")
-        order = list(buffers) if turn % 2 else list(buffers)[::-1]
-        for name in order:
-            started = clock()
-            tokens = draft(drafter, hidden, pending, buffers[name])
-            verify(base, sampler, tokens, buffers[name], cache)
-            if turn:
-                taken[name].append(clock() - started)
-            cache.keep(context)
-    return {name: median(seconds) for name, seconds in taken.items()}
-
-
-def costs_of(base: BaseModel, seconds: Mapping[int, float]) -> StepCosts:
-    """Measured seconds with what they were measured on."""
-    return StepCosts(
+def cost_key(base: BaseModel, heads: HeadsInfo) -> CostKey:
+    """What costs on this machine would belong to."""
+    return CostKey(
         model=Path(base.module.name_or_path).name,
+        heads=Path(heads.name).name,
         device=f"{base.device.type} {device_name(base.device)}",
         dtype=str(base.dtype).removeprefix("torch."),
+        engine=str(getattr(base, "engine", "torch")),
         threads=torch.get_num_threads(),
-        context=CONTEXT,
-        seconds=dict(seconds),
     )
 
 
@@ -123,29 +99,23 @@ def save_costs(costs: StepCosts) -> Path:
     Raises:
         StorageError: the cache folder cannot be written.
     """
-    path = _file(costs)
+    path = _file(costs.key)
     data = {"format": FORMAT, **asdict(costs)}
     write_atomic(path, json.dumps(data, indent=1) + "\n", parents=True)
     return path
 
 
-def load_costs(base: BaseModel) -> StepCosts | None:
-    """The table that was measured for this model, device and precision, or None.
+def load_costs(key: CostKey) -> StepCosts | None:
+    """The table that was measured for a key, or None.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    path = _file(costs_of(base, {}))
+    path = _file(key)
     if not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data.pop("format") != FORMAT:
-            raise ValueError(f"it is not of the format {FORMAT}")
-        seconds = {int(nodes): float(value) for nodes, value in data.pop("seconds").items()}
-        if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
-            raise ValueError("it holds no costs")
-        return StepCosts(**data, seconds=seconds)
+        return _parsed(json.loads(path.read_text(encoding="utf-8")), key)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged ({error}): remove it, or measure again with "
@@ -153,7 +123,16 @@ def load_costs(base: BaseModel) -> StepCosts | None:
         ) from None
 
 
-def _file(costs: StepCosts) -> Path:
-    key = f"{costs.model} {costs.device} {costs.dtype} {costs.threads} {costs.context}"
-    name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return cache_folder() / "step-costs" / f"{costs.model}-{name}.json"
+def _parsed(data: Any, key: CostKey) -> StepCosts:
+    if data["format"] != FORMAT:
+        raise ValueError(f"it is not of the format {FORMAT}")
+    verify = {int(nodes): float(value) for nodes, value in data["verify"].items()}
+    draft = tuple(float(value) for value in data["draft"])
+    if not verify or min(verify) < 1 or min(*verify.values(), *draft, 1.0) <= 0:
+        raise ValueError("it holds no costs")
+    return StepCosts(key, verify, draft)
+
+
+def _file(key: CostKey) -> Path:
+    name = hashlib.sha256(json.dumps(asdict(key)).encode()).hexdigest()[:16]
+    return cache_folder() / "step-costs" / f"{key.model}-{name}.json"

@@ -1,7 +1,9 @@
-"""A tree's index tensors on one device, made once and sliced at each step."""
+"""A tree's shape as index tensors on one device: what verification and acceptance read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,60 +12,87 @@ from medusa_cli.decoding.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class TreeBuffers:
-    """A tree's index tensors on one device; node order makes every depth limit a slice.
+    """Who hangs below whom in a tree of N nodes, level by level; a depth limit is a slice.
 
     Attributes:
-        tree: the tree that they describe.
-        candidates: C of the tree that they were built from, which `token_index` counts with.
+        levels: the first node of each depth, and N: depth d holds levels[d]..levels[d + 1] - 1.
     """
 
-    tree: Tree
-    candidates: int
-    token_index: Tensor  # [N], into [root, head 1's C tokens, head 2's C tokens, ...]
+    levels: tuple[int, ...]
     depths: Tensor  # [N]
     parents: Tensor  # [N], -1 at the root
     ancestors: Tensor  # [N, N] bool, a node's own column included
     paths: Tensor  # [N, depth + 1], nodes from the root to each node, then that node repeated
 
+    @property
+    def nodes(self) -> int:
+        """N, the root included."""
+        return self.levels[-1]
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest path below the root."""
+        return len(self.levels) - 2
+
+    def level(self, depth: int) -> tuple[int, int]:
+        """First node at `depth` and the first node behind that level."""
+        return self.levels[depth], self.levels[depth + 1]
+
     def limited(self, depth: int) -> "TreeBuffers":
-        """The buffers of `tree.limited(depth)`."""
-        tree = self.tree.limited(depth)
-        if tree is self.tree:
+        """The buffers without the nodes deeper than `depth`."""
+        if depth >= self.depth:
             return self
-        n = tree.nodes
+        n = self.levels[depth + 1]
         return TreeBuffers(
-            tree,
-            self.candidates,
-            self.token_index[:n],
+            self.levels[: depth + 2],
             self.depths[:n],
             self.parents[:n],
             self.ancestors[:n, :n],
-            self.paths[:n, : tree.depth + 1],
+            self.paths[:n, : depth + 1],
         )
 
 
-def tree_buffers(tree: Tree, device: torch.device) -> TreeBuffers:
-    """Index tensors for drafting and verifying `tree` on `device`."""
-    number = {choice: i for i, choice in enumerate(tree.choices, start=1)}
-    number[()] = 0
-    candidates = tree.candidates
-    index, parents, paths = [0], [-1], [[0]]
-    for choice in tree.choices:
-        node, parent = number[choice], number[choice[:-1]]
-        index.append(1 + (len(choice) - 1) * candidates + choice[-1])
-        parents.append(parent)
-        paths.append([*paths[parent], node])
-    depths = [0, *(len(choice) for choice in tree.choices)]
+def shape_buffers(parents: Sequence[int], device: torch.device) -> TreeBuffers:
+    """Index tensors on `device` for nodes given by their parents, -1 for the root.
+
+    Nodes come level by level. This runs at every step of a tree that changes, so it is written
+    for speed.
+    """
+    depths = [0] * len(parents)
+    levels = [0]
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+        if depths[node] == len(levels):
+            levels.append(node)
+    assert depths == sorted(depths), "nodes come level by level"
+    levels.append(len(parents))
+    n = len(parents)
+    ancestors = np.zeros((n, n), dtype=np.bool_)
+    paths = np.zeros((n, len(levels) - 1), dtype=np.int64)
+    ancestors[0, 0] = True
+    for node in range(1, n):
+        parent = parents[node]
+        ancestors[node] = ancestors[parent]
+        ancestors[node, node] = True
+        paths[node] = paths[parent]
+        paths[node, depths[node] :] = node
     return TreeBuffers(
-        tree=tree,
-        candidates=candidates,
-        token_index=torch.tensor(index, device=device),
+        levels=tuple(levels),
         depths=torch.tensor(depths, device=device),
         parents=torch.tensor(parents, device=device),
-        ancestors=torch.tensor(
-            [[n in path for n in range(tree.nodes)] for path in paths], device=device
-        ),
-        paths=torch.tensor(
-            [path + path[-1:] * (tree.depth + 1 - len(path)) for path in paths], device=device
-        ),
+        ancestors=torch.from_numpy(ancestors).to(device),
+        paths=torch.from_numpy(paths).to(device),
     )
+
+
+def tree_buffers(tree: Tree, device: torch.device) -> TreeBuffers:
+    """Index tensors for the shape of a tree of choices, nodes in its order."""
+    number = {choice: i for i, choice in enumerate(tree.choices, start=1)} | {(): 0}
+    return shape_buffers([-1, *(number[choice[:-1]] for choice in tree.choices)], device)
+
+
+def token_index(tree: Tree, device: torch.device) -> Tensor:  # [N]
+    """Where each node's token stands in [root, head 1's C tokens, head 2's C tokens, ...]."""
+    candidates = tree.candidates
+    below = [1 + (len(choice) - 1) * candidates + choice[-1] for choice in tree.choices]
+    return torch.tensor([0, *below], device=device)

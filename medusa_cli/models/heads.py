@@ -4,7 +4,7 @@ They run on one hidden row a step, on many when they are measured. This module k
 arithmetic of each head kind; files and their layouts are `checkpoint`'s job.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, cast
@@ -87,6 +87,14 @@ class HeadsInfo:
     files: "HeadsFiles | None" = None
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best tokens of some heads, best first."""
+
+    tokens: Tensor  # [heads, ..., C]
+    log_probs: Tensor  # [heads, ..., C]
+
+
 class Heads:
     """K heads bound to their base model's embedding and LM head.
 
@@ -143,3 +151,25 @@ class Heads:
         if self.draft_token_ids is not None:
             best = self.draft_token_ids[best]
         return best.to(pending.device)
+
+    @torch.inference_mode()
+    def score(
+        self,
+        hidden: Tensor,  # [..., D]
+        pending: Tensor,  # [...]
+        temperatures: Sequence[float],
+        candidates: int,
+    ) -> Candidates:
+        """The best tokens of the first heads, one for each temperature, with log-probabilities.
+
+        A head's logits are divided by its temperature; the softmax is over its draft vocabulary.
+        """
+        logits = self.logits(hidden, pending, len(temperatures)).float()
+        shape = (-1, *[1] * (logits.dim() - 1))
+        logits /= torch.tensor(temperatures, device=logits.device).view(shape)
+        best = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
+        log_probs = best.values - logits.logsumexp(dim=-1, keepdim=True)
+        tokens = best.indices
+        if self.draft_token_ids is not None:
+            tokens = self.draft_token_ids[tokens]
+        return Candidates(tokens.to(pending.device), log_probs.to(pending.device))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from medusa_cli.config import FinishReason, SamplingConfig
+from medusa_cli.decoding.adaptive import AnyTree
 from medusa_cli.decoding.decode import DecodeStep
-from medusa_cli.decoding.tree import Tree
 from medusa_cli.text.detokenizer import Detokenizer
 from medusa_cli.text.stops import StopFilter
 
@@ -42,6 +42,7 @@ class Step:
         pieces: their text, in order.
         accept_length: tokens accepted by the verification, the base token included, before
             that cut; 0 for the prefill, which verifies nothing.
+        nodes: of the tree that was verified, the root included; 0 for the prefill.
         seconds: wall time of the forward and what belongs to it.
         finish: why the answer ends with this step, or None.
     """
@@ -49,6 +50,7 @@ class Step:
     token_ids: tuple[int, ...]
     pieces: tuple[Piece, ...]
     accept_length: int
+    nodes: int
     seconds: float
     finish: FinishReason | None
 
@@ -69,7 +71,8 @@ class Result:
         prompt_tokens: tokens in front of the answer.
         accept_lengths: of each verification.
         sampling: the configuration used, with the seed that was chosen.
-        tree: what was verified at each step; None when decoding plainly.
+        tree: what was verified; None when decoding plainly.
+        step_nodes: how many nodes at each verification, the root included.
         ttft_seconds: from the call to the first token.
         step_seconds: of each verification.
         warnings: what the user should know.
@@ -81,7 +84,8 @@ class Result:
     prompt_tokens: int
     accept_lengths: tuple[int, ...]
     sampling: SamplingConfig
-    tree: Tree | None
+    tree: AnyTree | None
+    step_nodes: tuple[int, ...]
     ttft_seconds: float
     step_seconds: tuple[float, ...]
     warnings: tuple[str, ...]
@@ -146,6 +150,8 @@ def text_steps(
             # The last bytes may still complete a stop string, and then end the answer there.
             rest = stops.push(detokenizer.flush()) + stops.flush()
             pieces[-1] = Piece(pieces[-1].text + rest, pieces[-1].depth)
-        yield Step(kept, tuple(pieces), decoded.accept_length, decoded.seconds, finish)
+        yield Step(
+            kept, tuple(pieces), decoded.accept_length, decoded.nodes, decoded.seconds, finish
+        )
         if finish is not None:
             return

@@ -1,0 +1,137 @@
+"""Timing decode steps: any trees side by side, or quickly the table that choosing needs."""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from medusa_cli.config import SamplingConfig
+from medusa_cli.decoding.decode import verify
+from medusa_cli.decoding.drafting import Draft, Drafter, StaticDrafting
+from medusa_cli.decoding.sampling import Sampler
+from medusa_cli.decoding.step_cost import CostKey, StepCosts
+from medusa_cli.decoding.tree import Tree
+from medusa_cli.decoding.tree_buffers import shape_buffers
+from medusa_cli.models.base import BaseModel
+from medusa_cli.models.cache import KVCache
+
+CONTEXT = 256  # valid KV rows at which trees are timed
+ROUNDS = 7
+TABLE_CONTEXT = 64  # of the quick table: its prefill counts, too
+TABLE_SECONDS = 3.0
+TABLE_ROUNDS = 15  # at most; fast steps are noisy and have time for many
+# The order in which counts are timed, so that time that runs out leaves a coarse table.
+TABLE_NODES = (1, 8, 32, 4, 16, 64, 2, 12, 24, 48, 6, 40)
+FEWEST_COUNTS = 3
+
+
+def measure_step_seconds(
+    base: BaseModel,
+    drafter: Drafter | None,
+    trees: Mapping[str, Tree],
+    report: Callable[[str], None] = lambda _text: None,
+    clock: Callable[[], float] = time.perf_counter,
+    should_stop: Callable[[], bool] = lambda: False,
+    rounds: int = ROUNDS,
+    context: int = CONTEXT,
+) -> dict[str, float]:
+    """Median seconds of a greedy step with each tree, on `context` rows of made-up text.
+
+    Rounds go over all trees forwards and backwards in turn, so that drift hits all alike; the
+    first one is not counted. Every step reads its tokens back to the host, which waits for the
+    device. When `should_stop` says so after the first counted round, the rounds made so far count.
+    """
+    bench = _Bench(base, context)
+    draftings = {
+        name: StaticDrafting(drafter if tree.depth else None, tree, base.device)
+        for name, tree in trees.items()
+    }
+    taken: dict[str, list[float]] = {name: [] for name in trees}
+    for turn in range(rounds + 1):
+        if turn > 1 and should_stop():
+            break
+        report(f"timing steps, round {turn} of {rounds}" if turn else "warming up")
+        order = list(draftings) if turn % 2 else list(draftings)[::-1]
+        for name in order:
+            drafting = draftings[name]
+            started = clock()
+            bench.verify(drafting.draft(bench.hidden, bench.pending, (), context))
+            if turn:
+                taken[name].append(clock() - started)
+            bench.rewind()
+    return {name: median(seconds) for name, seconds in taken.items()}
+
+
+def measure_costs(
+    base: BaseModel,
+    drafter: Drafter,
+    num_heads: int,
+    candidates: int,
+    key: CostKey,
+    clock: Callable[[], float] = time.perf_counter,
+    budget: float = TABLE_SECONDS,
+) -> StepCosts:
+    """Times the heads and steps over more and more nodes, for about `budget` seconds.
+
+    Of each the fastest time counts: what disturbs a step only makes it slower. A slow model is
+    timed on fewer counts.
+    """
+    bench = _Bench(base, TABLE_CONTEXT)
+    drafts = {n: _flat_draft(bench.pending, n) for n in TABLE_NODES}
+    verified: dict[int, float] = {}
+    drafted: dict[int, float] = {}
+    bench.verify(drafts[1])  # what is done once is not counted
+    bench.rewind()
+    deadline = clock() + budget
+    for turn in range(TABLE_ROUNDS):
+        for heads in range(1, num_heads + 1):
+            started = clock()
+            drafter.propose(bench.hidden, bench.pending, heads, candidates).tolist()  # host sync
+            _keep_fastest(drafted, heads, clock() - started, first=turn == 0)
+        for n, draft in drafts.items():
+            enough = turn > 0 or len(verified) >= FEWEST_COUNTS
+            if enough and clock() > deadline:
+                break
+            started = clock()
+            bench.verify(draft)
+            _keep_fastest(verified, n, clock() - started, first=turn == 0)
+            bench.rewind()
+        if clock() > deadline:
+            break
+    return StepCosts(key, dict(sorted(verified.items())), tuple(drafted.values()))
+
+
+class _Bench:
+    """A model in the middle of some made-up text."""
+
+    def __init__(self, base: BaseModel, context: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(base.vocab_size, (context,), generator=generator).to(base.device)
+        self._base, self._context, self._cache = base, context, KVCache()
+        self._sampler = Sampler(SamplingConfig(seed=0), base.device)
+        output = base.prefill(ids, self._cache)
+        self._cache.append(ids.tolist())
+        self.hidden, self.pending = output.hidden[0], output.logits[0].argmax()
+
+    def verify(self, draft: Draft) -> None:
+        """One verification, up to its tokens on the host."""
+        verify(self._base, self._sampler, draft, self._cache)
+
+    def rewind(self) -> None:
+        """Takes the last verification back."""
+        self._cache.keep(self._context)
+
+
+def _flat_draft(pending: Tensor, nodes: int) -> Draft:
+    """A tree of `nodes` nodes, two levels deep as typical ones are."""
+    tokens = torch.arange(nodes, device=pending.device)
+    tokens[0] = pending
+    first = (nodes - 1) // 2
+    parents = [-1, *[0] * (nodes - 1 - first), *range(1, 1 + first)]
+    return Draft(tokens, shape_buffers(parents, pending.device))
+
+
+def _keep_fastest(found: dict[int, float], key: int, seconds: float, *, first: bool) -> None:
+    found[key] = seconds if first or key not in found else min(found[key], seconds)

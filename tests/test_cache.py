@@ -3,7 +3,6 @@
 import torch
 
 from conftest import VOCAB
-from medusa_cli.decoding.attention import tree_attention_mask
 from medusa_cli.decoding.tree import static_tree
 from medusa_cli.decoding.tree_buffers import tree_buffers
 from medusa_cli.models.base import BaseModel
@@ -37,11 +36,10 @@ def test_compacted_rows_equal_a_fresh_prefill(base: BaseModel) -> None:
     generator = torch.Generator().manual_seed(2)
     prompt = torch.randint(VOCAB, (17,), generator=generator).tolist()
     tree = tree_buffers(static_tree("t", [[0], [1], [2], [1, 0], [2, 0], [2, 1], [2, 1, 0]]), CPU)
-    tokens = torch.randint(VOCAB, (tree.tree.nodes,), generator=generator)
-    mask = tree_attention_mask(tree.ancestors, tree.depths, 17, base.layout, base.dtype)
-    for node in range(tree.tree.nodes):
+    tokens = torch.randint(VOCAB, (tree.nodes,), generator=generator)
+    for node in range(tree.nodes):
         cache = prefilled(base, prompt)
-        base.verify(tokens, 17 + tree.depths, mask, cache)
+        base.verify(tokens, tree.depths, tree.paths, cache)
         path = tree.ancestors[node].nonzero()[:, 0].tolist()
         cache.accept(path, tokens[path].tolist())
         assert_same_rows(cache, prefilled(base, prompt + tokens[path].tolist()))

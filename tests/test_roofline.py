@@ -37,7 +37,7 @@ from medusa_cli.bench.roofline_cases import (
 from medusa_cli.bench.roofline_plot import plot_roofline
 from medusa_cli.bench.roofline_report import Limit, Part, Point, Roof, Roofline, tables, to_data
 from medusa_cli.decoding.tree import ROOT_ONLY, dense_tree
-from medusa_cli.models.base import BaseModel
+from medusa_cli.models.base import BaseModel, Engine
 from medusa_cli.models.heads import HeadKind, Heads, HeadsInfo
 from medusa_cli.session import Medusa
 
@@ -260,7 +260,7 @@ def test_the_linear_layers_run_are_those_counted(noise: Noise, base: BaseModel) 
 
 
 def test_the_attention_run_is_that_counted(noise: Noise) -> None:
-    for case in attention_cases(noise, SHAPE, [1, 5], [7], [1, 2]):
+    for case in attention_cases(noise, SHAPE, Engine(), [1, 5], [7], [1, 2]):
         assert _flops(case) == case.work.flops
 
 

@@ -10,14 +10,14 @@ import torch
 from medusa_cli.bench.arms import Arm, Unavailable, plain_arm, tree_arm
 from medusa_cli.bench.honesty import Conditions, warnings
 from medusa_cli.bench.machine import OtherLoad, environment, memory_meter
-from medusa_cli.bench.peers import PeerSetup, peer_arm
+from medusa_cli.bench.peers import PeerSetup, needs_stock, peer_arm
 from medusa_cli.bench.report import BenchReport
 from medusa_cli.bench.runner import Conversation, Measurement, Plan, Run, Runner
 from medusa_cli.bench.summary import summarise
 from medusa_cli.config import SamplingConfig
 from medusa_cli.decoding.adaptive import AnyTree
 from medusa_cli.errors import UsageError
-from medusa_cli.models.base import BaseModel
+from medusa_cli.models.base import BaseModel, Engine
 from medusa_cli.models.cache import KVCache
 from medusa_cli.models.tensor_files import tensors_sha256
 from medusa_cli.session import Medusa
@@ -63,6 +63,8 @@ def enter(model: Medusa, contest: Contest, setup: PeerSetup) -> tuple[list[Arm],
             name = f"{label} {sampling.acceptance}" if several else label
             arms.append(tree_arm(model, tree, sampling, name=name, ignore_eos=eos))
     absent = []
+    if type(model.base.engine) is not Engine and any(map(needs_stock, contest.peers)):
+        setup = setup.with_stock(model)
     for peer in dict.fromkeys(contest.peers):
         arm = peer_arm(peer, model, setup)
         if isinstance(arm, Unavailable):

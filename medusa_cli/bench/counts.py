@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from medusa_cli.models.base import BaseModel
+from medusa_cli.models.cpu.modules import PackedLinear
 from medusa_cli.models.heads import Head, Heads
 from medusa_cli.models.storage import human_bytes
 
@@ -59,14 +60,14 @@ def linear_layers(module: nn.Module) -> list[nn.Module]:
     linear layers of their own, a step uses fewer.
     """
     found = module.named_modules(remove_duplicate=False)
-    return [layer for _, layer in found if isinstance(layer, nn.Linear | Conv1D)]
+    return [layer for _, layer in found if isinstance(layer, nn.Linear | Conv1D | PackedLinear)]
 
 
 def linear_sizes(layer: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer."""
     if isinstance(layer, Conv1D):
         return int(layer.nx), int(layer.nf)
-    linear = cast(nn.Linear, layer)
+    linear = cast(nn.Linear | PackedLinear, layer)
     return linear.in_features, linear.out_features
 
 
@@ -147,16 +148,18 @@ def heads_work(base: BaseModel, heads: Heads, used: int, batch: int) -> Work:
     work = _total(_linear(x, batch, itemsize) for head in modules for x in linear_layers(head))
     if not modules or modules[0].lm_head is not None:
         return work
-    weight = cast(Tensor, base.lm_head.weight)  # [V, D]
-    bias = getattr(base.lm_head, "bias", None)
     width, vocabulary = base.hidden_size, heads.info.vocabulary
-    row_bytes = width * weight.element_size() + (0 if bias is None else bias.element_size())
-    return work + _product(width, vocabulary, vocabulary * row_bytes, used * batch, itemsize)
+    weight_bytes = _weight_bytes(base.lm_head) * vocabulary // base.vocab_size
+    return work + _product(width, vocabulary, weight_bytes, used * batch, itemsize)
 
 
 def _linear(layer: nn.Module, rows: int, itemsize: int) -> Work:
-    weight_bytes = sum(p.numel() * p.element_size() for p in layer.parameters(recurse=False))
-    return _product(*linear_sizes(layer), weight_bytes, rows, itemsize)
+    return _product(*linear_sizes(layer), _weight_bytes(layer), rows, itemsize)
+
+
+def _weight_bytes(layer: nn.Module) -> int:
+    tensors = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _product(inputs: int, outputs: int, weight_bytes: int, rows: int, itemsize: int) -> Work:

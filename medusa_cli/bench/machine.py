@@ -39,6 +39,7 @@ def environment(base: BaseModel) -> dict[str, Any]:
         "device": str(base.device),
         "device_name": device_name(base.device),
         "dtype": str(base.dtype).removeprefix("torch."),
+        "engine": base.engine.name,
         "attention": base.module.config._attn_implementation,
         "parameter_bytes": base.parameter_bytes(),
     }

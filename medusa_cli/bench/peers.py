@@ -38,18 +38,31 @@ class PeerSetup:
         ignore_eos: go on after end tokens.
         finder: finds assistant models.
         options: how to load them.
+        stock: the model as transformers makes it; None: as it is loaded already.
     """
 
     sampling: SamplingConfig
     ignore_eos: bool
     finder: Finder
     options: LoadOptions
+    stock: "PreTrainedModel | None" = None
+
+    def with_stock(self, model: Medusa) -> "PeerSetup":
+        """The setup for a model that an engine has changed: with an unchanged one beside it."""
+        source = self.finder.find(model.name, plain=True)
+        options = replace(self.options, stock=True)
+        return replace(self, stock=load_base(source, options, self.finder.report).module)
 
 
 def check_peer(name: str) -> None:
     """Raises `UsageError` when there is no peer of that name."""
     if _PEER.fullmatch(name) is None:
         raise UsageError(f"--against must be one of {', '.join(PEERS)}, not '{name}'")
+
+
+def needs_stock(name: str) -> bool:
+    """Whether a peer is a mode of transformers, to be compared on transformers' own modules."""
+    return not name.startswith("llama-cpp")
 
 
 def peer_arm(name: str, model: Medusa, setup: PeerSetup) -> Arm | Unavailable:
@@ -158,9 +171,8 @@ def _generate_arm(
         settings |= {warper: getattr(sampling, warper) for warper in _WARPERS}
     info = ArmInfo(name, ArmKind.PEER, about, sampling, comparable=sampling.temperature == 0)
     speculative = config is not None or arguments is not None
-    return GenerateArm(
-        info, model.base.module, settings | (config or {}), speculative, arguments or {}
-    )
+    module = setup.stock or model.base.module
+    return GenerateArm(info, module, settings | (config or {}), speculative, arguments or {})
 
 
 def _compiled_arm(name: str, model: Medusa, setup: PeerSetup) -> Arm | Unavailable:
@@ -179,7 +191,9 @@ def _assisted_arm(name: str, assistant: str, model: Medusa, setup: PeerSetup) ->
     source = setup.finder.find(assistant, plain=True)
     tokenizer = load_tokenizer(source, setup.options)
     arguments: dict[str, Any] = {
-        "assistant_model": load_base(source, setup.options, setup.finder.report).module
+        "assistant_model": load_base(
+            source, replace(setup.options, stock=True), setup.finder.report
+        ).module
     }
     if tokenizer.get_vocab() != model.tokenizer.get_vocab():
         arguments |= {"tokenizer": model.tokenizer, "assistant_tokenizer": tokenizer}

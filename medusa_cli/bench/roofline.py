@@ -141,7 +141,7 @@ def measure_roofline(
     nodes = sorted({1, *nodes})
     stages = [
         list(linear_cases(noise, base, nodes, batches)),
-        list(attention_cases(noise, shape, nodes, fitting, batches)),
+        list(attention_cases(noise, shape, model.base.engine, nodes, fitting, batches)),
         list(product_cases(noise, shape, PRODUCT_CONTEXT, PRODUCT_NODES, PRODUCT_BATCHES)),
     ]
     if heads is not None:

@@ -5,6 +5,7 @@ A case is a size with its counted work; its tensors are made only when it is mea
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import cast
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from medusa_cli.bench import counts
 from medusa_cli.bench.counts import AttentionShape, Work
 from medusa_cli.bench.roofline_report import Part
-from medusa_cli.decoding.attention import tree_attention_mask
-from medusa_cli.models.base import AttentionLayout, BaseModel
+from medusa_cli.models.base import BaseModel, Engine
 from medusa_cli.models.heads import Heads
+from medusa_cli.models.tree_mask import AttentionLayout, path_table, tree_mask
 
 Run = Callable[[], object]
 
@@ -100,39 +101,71 @@ def linear_cases(
 def attention_cases(
     noise: Noise,
     shape: AttentionShape,
+    engine: Engine,
     nodes: Sequence[int],
     contexts: Sequence[int],
     batches: Sequence[int],
 ) -> Iterator[Case]:
-    """The attention of all layers as a stock model runs it, each layer on its own cached rows."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    itemsize, dtype = noise.buffer.element_size(), noise.buffer.dtype
-    groups = shape.heads // shape.kv_heads
-    module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+    """The attention of all layers as the engine runs it, each layer on its own cached rows."""
+    itemsize = noise.buffer.element_size()
+    make = _path_attention if engine.paths else _stock_attention
     for batch, context, count in product(batches, contexts, nodes):
         columns = context + count
-
-        def prepare(
-            batch: int = batch, context: int = context, count: int = count, columns: int = columns
-        ) -> Run:
-            query = noise.make(batch, shape.heads, count, shape.head_dim)
-            rows = (2, batch, shape.kv_heads, columns, shape.head_dim)  # keys and values
-            slots = noise.slots(shape.layers, *rows)
-            mask = _mask(count, context, batch, dtype, query.device)
-
-            def run() -> None:
-                for layer in range(shape.layers):
-                    keys, values = slots[layer % len(slots)]
-                    sdpa_attention_forward(module, query, keys, values, mask)
-
-            return run
-
         # Stock attention repeats keys and values for each query head, and may store the scores.
         repeated = 2 * shape.heads * columns * shape.head_dim
         memory = batch * (repeated + 2 * shape.heads * count * columns) * itemsize
         work = counts.attention_work(shape, context, count, batch, itemsize)
+        prepare = partial(make, noise, shape, batch, context, count)
         yield Case(Part.ATTENTION, count, context, batch, work, memory, prepare)
+
+
+def _stock_attention(
+    noise: Noise, shape: AttentionShape, batch: int, context: int, count: int
+) -> Run:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    groups = shape.heads // shape.kv_heads
+    module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+    query = noise.make(batch, shape.heads, count, shape.head_dim)
+    rows = (2, batch, shape.kv_heads, context + count, shape.head_dim)  # keys and values
+    slots = noise.slots(shape.layers, *rows)
+    depths, paths = _chain(count, query.device)
+    mask = tree_mask(depths, paths, context, AttentionLayout((), None), query.dtype)
+    if mask is not None:
+        mask = cast(Tensor, mask).repeat(batch, 1, 1, 1)
+
+    def run() -> None:
+        for layer in range(shape.layers):
+            keys, values = slots[layer % len(slots)]
+            sdpa_attention_forward(module, query, keys, values, mask)
+
+    return run
+
+
+def _path_attention(
+    noise: Noise, shape: AttentionShape, batch: int, context: int, count: int
+) -> Run:
+    from medusa_cli.models.cpu.cache import PanelCacheLayer
+    from medusa_cli.models.cpu.paths import path_attention
+
+    query = noise.make(1, shape.heads, count, shape.head_dim)
+    new = noise.make(1, shape.kv_heads, context + count, shape.head_dim)
+    stored = [PanelCacheLayer().update(new, new) for _ in range(shape.layers)]
+    depths, paths = _chain(count, query.device)
+    table = path_table(depths, paths, context) if count > 1 else None
+
+    def run() -> None:
+        for keys, values in stored:
+            for _ in range(batch):
+                path_attention(None, query, keys, values, table, threads=torch.get_num_threads())
+
+    return run
+
+
+def _chain(count: int, device: torch.device) -> tuple[Tensor, Tensor]:  # [N], [N, N]
+    """Depths and paths of a tree that is one path: its shape does not matter for the cost."""
+    steps = torch.arange(count, device=device)
+    return steps, torch.minimum(steps[:, None], steps[None, :])
 
 
 def product_cases(
@@ -158,7 +191,7 @@ def head_cases(
     noise: Noise, base: BaseModel, heads: Heads, used: int, batches: Sequence[int]
 ) -> Iterator[Case]:
     """One draft of the first `used` heads."""
-    device = cast(Tensor, base.lm_head.weight).device
+    device = _device(base.lm_head, base.device)
     for batch in batches:
 
         def prepare(batch: int = batch) -> Run:
@@ -174,14 +207,5 @@ def head_cases(
 
 def _device(layer: nn.Module, otherwise: torch.device) -> torch.device:
     """Where a layer wants its input; weights on `meta` are brought in when it is called."""
-    device = cast(Tensor, layer.weight).device
+    device = next(iter(layer.state_dict().values())).device
     return otherwise if device.type == "meta" else device
-
-
-def _mask(
-    nodes: int, context: int, batch: int, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:  # [B, 1, N, L + N], for a chain of nodes: the tree's shape costs nothing
-    chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
-    depths = torch.arange(nodes, device=device)
-    mask = tree_attention_mask(chain, depths, context, AttentionLayout((), None), dtype)
-    return None if mask is None else cast(Tensor, mask).repeat(batch, 1, 1, 1)

@@ -88,8 +88,7 @@ def _divergences(base: BaseModel, run: Run, sampler: Sampler) -> list[float]:
     values: list[float] = []
     for first in range(start - 1, len(ids) - 1, ROWS):
         last = min(first + ROWS, len(ids) - 1)
-        positions = torch.arange(first, last, device=base.device)
-        logits = base.verify(ids[first:last], positions, None, cache).logits  # [R, V]
+        logits = base.extend(ids[first:last], cache).logits  # [R, V]
         for row in range(last - first):
             position = first + row + 1  # of the token that this row tells of
             prefix = ids[None, :position] if sampler.needs_prefix else None

@@ -25,7 +25,7 @@ _EXIT_CODES: tuple[tuple[type[errors.MedusaError], int], ...] = (
     (errors.TreeError, 3),
     (errors.ContextLengthError, 4),
 )
-_NO_MEMORY = "use a smaller model, a shorter prompt, or --dtype bfloat16"
+_NO_MEMORY = "use --quantize int8, a smaller model, or a shorter prompt"
 
 
 def exit_code(error: errors.MedusaError) -> int:

@@ -76,6 +76,7 @@ def contest(model: Medusa, request: BenchRequest, streams: Streams) -> Findings:
             device=str(model.base.device),
             dtype=str(model.base.dtype).removeprefix("torch."),
             trust_remote_code=request.loading.trust_remote_code,
+            quantize=request.loading.quantize,
         ),
     )
     arms, absent = enter(model, entered, setup)

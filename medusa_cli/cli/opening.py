@@ -45,7 +45,11 @@ def open_model(
             tree=tree,
             plain=plain,
             options=LoadOptions(
-                options.device, options.device_map, options.dtype, options.trust_remote_code
+                options.device,
+                options.device_map,
+                options.dtype,
+                options.trust_remote_code,
+                options.quantize,
             ),
             revision=options.revision,
             offline=options.offline,

@@ -69,6 +69,12 @@ Dtype = Annotated[
         help="Precision; auto: float32 on a CPU, half precision on a GPU.",
     ),
 ]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        metavar="none|int8|nf4", help="Bits of linear layers: int8, or nf4 (4 bits, on a CUDA GPU)."
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub model.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
@@ -122,6 +128,7 @@ class ModelOptions:
     device: Device = "auto"
     device_map: DeviceMap = None
     dtype: Dtype = "auto"
+    quantize: Quantize = "none"
     revision: Revision = None
     trust_remote_code: TrustRemoteCode = False
     offline: Offline = False

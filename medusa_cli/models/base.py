@@ -5,6 +5,8 @@ like. It does not know about heads, trees or sampling.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,26 +14,38 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.errors import UnsupportedModelError
-from medusa_cli.models.cache import KVCache
+from medusa_cli.models.cache import KVCache, TreeCacheLayer
+from medusa_cli.models.tree_mask import FULL, SLIDING, AttentionLayout, tree_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 ATTENTION_BACKENDS = ("sdpa", "eager")
+PREFILL_ROWS = 512  # at a time: bounds the memory of a long prompt
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionLayout:
-    """Which masks the model's `forward` wants.
+class Engine:
+    """What computes the model's forward: torch alone, here; the CPU engine is a subclass.
 
     Attributes:
-        layer_types: distinct layer types when the model takes a mask for each, else empty.
-        window: sliding-window width in tokens, None where no layer has one.
+        name: as reports call it.
+        paths: whether its attention reads path tables instead of masks.
+        own_threads: it spreads work over threads itself; torch then gets one.
+        cache_layer: what its attention reads keys and values from.
     """
 
-    layer_types: tuple[str, ...]
-    window: int | None
+    name = "torch"
+    paths = False
+    own_threads = False
+    cache_layer = TreeCacheLayer
+
+    def pack(self, module: nn.Module) -> nn.Module:
+        """Puts the linear layers of a module, or a linear layer itself, on the engine."""
+        return module
+
+    def weight_rows(self, linear: nn.Module, rows: Tensor) -> Tensor:  # [R] -> [R, K]
+        """Rows of a linear layer's weight."""
+        return cast(Tensor, linear.weight).detach()[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,8 @@ class BaseModel:
     """A loaded causal language model.
 
     Attributes:
-        module: the stock transformers module, in eval mode.
+        module: the stock transformers module, in eval mode; an engine may have replaced parts.
+        engine: what computes its forward.
         layout: which masks it takes.
         context_length: most positions it can hold, or None when the config does not say.
         eos_ids: union of the end-of-sequence ids that its configs name.
@@ -56,24 +71,25 @@ class BaseModel:
             does not take a mask as it is.
     """
 
-    def __init__(self, module: "PreTrainedModel") -> None:
-        self.module = module.eval()
+    def __init__(self, module: "PreTrainedModel", engine: Engine | None = None) -> None:
+        self.module, self.engine = module.eval(), engine or Engine()
         config = module.config.get_text_config()
-        self.layout = _attention_layout(module, config)
+        self.layout = _attention_layout(module, config, self.engine)
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.eos_ids = eos_ids(module.generation_config, config)
         self.embedding: nn.Module = module.get_input_embeddings()
         self.lm_head: nn.Module = module.get_output_embeddings()
-        weight = cast(Tensor, self.embedding.weight)
-        self.device, self.dtype = weight.device, weight.dtype
-        self.vocab_size = cast(Tensor, self.lm_head.weight).shape[0]
+        self.device: torch.device = module.device
+        self.dtype: torch.dtype = module.dtype
+        self.vocab_size: int = self.lm_head.out_features
         self.hidden_size = int(config.hidden_size)
         parameters = inspect.signature(module.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
     def parameter_bytes(self) -> int:
         """Memory held by the weights, in bytes."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+        tensors = {t.data_ptr(): t for t in self.module.state_dict().values()}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, cache: KVCache) -> ForwardOutput:
@@ -83,20 +99,31 @@ class BaseModel:
             ids: [S], the tokens that are not in the cache yet.
             cache: gains S rows.
         """
-        start = cache.get_seq_length()
-        positions = torch.arange(start, start + ids.shape[0], device=ids.device)
-        return self._forward(ids, positions, None, cache, logits_to_keep=1)
+        for chunk in torch.split(ids, PREFILL_ROWS):
+            output = self._forward(chunk, self._next_positions(chunk, cache), None, cache, 1)
+        return output
 
     @torch.inference_mode()
     def verify(
         self,
         tokens: Tensor,  # [N]
-        positions: Tensor,  # [N]
-        mask: Tensor | dict[str, Tensor] | None,  # [1, 1, N, L + N], or one for each layer type
+        depths: Tensor,  # [N]
+        paths: Tensor,  # [N, depth + 1], nodes from the root to each node, then that node repeated
         cache: KVCache,
     ) -> ForwardOutput:
-        """Runs N tree nodes in one forward; the cache gains N rows."""
-        return self._forward(tokens, positions, mask, cache, logits_to_keep=0)
+        """Runs the N nodes of a tree in one forward; the cache gains N rows."""
+        rows = cache.get_seq_length()
+        mask = tree_mask(depths, paths, rows, self.layout, self.dtype)
+        return self._forward(tokens, rows + depths, mask, cache, logits_to_keep=0)
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        ids: Tensor,  # [N], the tokens behind those in the cache
+        cache: KVCache,
+    ) -> ForwardOutput:
+        """Reads N tokens of a text, each with its logits; the cache gains N rows."""
+        return self._forward(ids, self._next_positions(ids, cache), None, cache, 0)
 
     @torch.inference_mode()
     def hidden_rows(
@@ -108,9 +135,14 @@ class BaseModel:
 
         The LM head itself runs on the last row alone.
         """
+        return self._forward(
+            ids, self._next_positions(ids, cache), None, cache, 0, lm_head_rows=1
+        ).hidden
+
+    @staticmethod
+    def _next_positions(ids: Tensor, cache: KVCache) -> Tensor:  # [N] -> [N]
         start = cache.get_seq_length()
-        positions = torch.arange(start, start + ids.shape[0], device=ids.device)
-        return self._forward(ids, positions, None, cache, 0, lm_head_rows=1).hidden
+        return torch.arange(start, start + len(ids), device=ids.device)
 
     def _forward(
         self,
@@ -122,6 +154,7 @@ class BaseModel:
         lm_head_rows: int | None = None,  # how many from the end get logits; None: all
     ) -> ForwardOutput:
         hidden: list[Tensor] = []
+        cache.use_layers(self.engine.cache_layer)
 
         def capture(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
             hidden.append(arguments[0])  # [1, N, D]
@@ -129,14 +162,15 @@ class BaseModel:
 
         handle = self.lm_head.register_forward_pre_hook(capture)
         try:
-            output = self.module(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                attention_mask=mask,
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-                **{self._cache_argument: cache},
-            )
+            with _torch_threads(1 if self.engine.own_threads else None):
+                output = self.module(
+                    input_ids=ids[None],
+                    position_ids=positions[None],
+                    attention_mask=mask,
+                    use_cache=True,
+                    logits_to_keep=logits_to_keep,
+                    **{self._cache_argument: cache},
+                )
         finally:
             handle.remove()
         return ForwardOutput(hidden=hidden[0][0], logits=output.logits[0])
@@ -152,7 +186,21 @@ def eos_ids(*configs: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _attention_layout(module: "PreTrainedModel", config: Any) -> AttentionLayout:
+@contextmanager
+def _torch_threads(count: int | None) -> Iterator[None]:
+    """Two thread pools that wait actively for work would take the cores from each other."""
+    if count is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _attention_layout(module: "PreTrainedModel", config: Any, engine: Engine) -> AttentionLayout:
     name = type(module).__name__
     layer_types = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
     unknown = [kind for kind in layer_types if kind not in (FULL, SLIDING)]
@@ -163,9 +211,9 @@ def _attention_layout(module: "PreTrainedModel", config: Any) -> AttentionLayout
             "Choose a model with full or sliding-window attention only."
         )
     backend = module.config._attn_implementation
-    if backend not in ATTENTION_BACKENDS:
+    if not engine.paths and backend not in ATTENTION_BACKENDS:
         raise UnsupportedModelError(
             f"{name} uses the attention backend '{backend}', which does not take tree masks.\n"
             f"Load it with attn_implementation one of {', '.join(ATTENTION_BACKENDS)}."
         )
-    return AttentionLayout(layer_types, getattr(config, "sliding_window", None))
+    return AttentionLayout(layer_types, getattr(config, "sliding_window", None), engine.paths)

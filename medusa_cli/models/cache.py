@@ -88,6 +88,12 @@ class KVCache(Cache):
         super().__init__(layer_class_to_replicate=TreeCacheLayer)
         self.ids: list[int] = []
 
+    def use_layers(self, kind: type[TreeCacheLayer]) -> None:
+        """Chooses the kind of layers that an empty cache will have."""
+        if not self.layers:
+            self.layer_class_to_replicate = kind
+        assert self.layer_class_to_replicate is kind, "a cache stays with its model"
+
     def append(self, ids: Sequence[int]) -> None:
         """Declares rows just written to be valid and to hold `ids`."""
         self.ids.extend(ids)

@@ -10,7 +10,7 @@ Three layouts that the reference implementation writes, and our own:
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,16 +96,14 @@ def load_heads(files: HeadsFiles, base: BaseModel, name: str) -> Heads:
     _check_sizes(groups, draft_ids, base, where)
     config = {} if files.config is None else read_json(files.config)
     info = _info(name, groups, draft_ids, base, config, files)
-    weight = cast(Tensor, base.lm_head.weight)
-    dtype = weight.dtype if weight.is_floating_point() else base.dtype
-    modules = nn.ModuleList(
-        _build(group, base.hidden_size, weight.device, dtype) for group in groups
-    )
+    device, dtype = _lm_head_home(base)
+    modules = nn.ModuleList(_build(group, base.hidden_size, device, dtype) for group in groups)
     shared: nn.Module = base.lm_head
     if draft_ids is not None:
-        draft_ids = draft_ids.to(weight.device, torch.long)
+        draft_ids = draft_ids.to(device, torch.long)
         if groups[0].lm_head is None:
-            shared = _lm_head_rows(base.lm_head, draft_ids)
+            shared = _lm_head_rows(base, draft_ids)
+    base.engine.pack(modules)
     return Heads(info, modules, base.embedding, shared, draft_ids)
 
 
@@ -222,16 +220,24 @@ def _build(group: _HeadTensors, width: int, device: torch.device, dtype: torch.d
     return head.requires_grad_(False)
 
 
-def _lm_head_rows(lm_head: nn.Module, rows: Tensor) -> nn.Linear:
+def _lm_head_home(base: BaseModel) -> tuple[torch.device, torch.dtype]:
+    """Where heads live and in which precision: with the LM head, unless that is quantised."""
+    weight = next(base.lm_head.parameters(), None)
+    if weight is None:
+        return base.device, base.dtype
+    return weight.device, weight.dtype if weight.is_floating_point() else base.dtype
+
+
+def _lm_head_rows(base: BaseModel, rows: Tensor) -> nn.Module:
     """A linear layer of the LM head's rows for the draft vocabulary, [V', D]."""
-    weight, bias = cast(Tensor, lm_head.weight), getattr(lm_head, "bias", None)
+    weight, bias = base.engine.weight_rows(base.lm_head, rows), getattr(base.lm_head, "bias", None)
     with torch.device("meta"):
         linear = nn.Linear(weight.shape[1], len(rows), bias=bias is not None)
-    state = {"weight": weight.detach()[rows]}
+    state = {"weight": weight}
     if bias is not None:
         state["bias"] = bias.detach()[rows]
     linear.load_state_dict(state, assign=True)
-    return linear.requires_grad_(False)
+    return base.engine.pack(linear.requires_grad_(False))
 
 
 def _if_file(path: Path) -> Path | None:

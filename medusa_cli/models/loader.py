@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +14,13 @@ from medusa_cli.models.sources import Source
 from medusa_cli.models.storage import human_bytes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRANSFORMERS_RANGE = ">=5.24,<6"
 LARGE_BYTES = 1_000_000_000  # a load from this size on is announced
 HALF = (torch.float16, torch.bfloat16)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+QUANTIZE = ("none", "int8", "nf4")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,12 +33,16 @@ class LoadOptions:
         device_map: accelerate's device map by name (`auto`, `balanced`, ...); wins over `device`.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         trust_remote_code: run model code that comes with the checkpoint.
+        quantize: `none`; `int8`; or `nf4`, on a CUDA GPU only.
+        stock: keep every module as transformers makes it; for comparison.
     """
 
     device: str = "auto"
     device_map: str | None = None
     dtype: str = "auto"
     trust_remote_code: bool = False
+    quantize: str = "none"
+    stock: bool = False
 
 
 def load_base(source: Source, options: LoadOptions, report: Report) -> BaseModel:
@@ -45,13 +51,14 @@ def load_base(source: Source, options: LoadOptions, report: Report) -> BaseModel
     Raises:
         CheckpointError: the folder holds no model that transformers can load.
         UnsupportedModelError: transformers is out of range, or tree attention would not be exact.
-        UsageError: the device is not there.
+        UsageError: the device is not there, or cannot do what is asked of it.
     """
     _check_transformers()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = {"trust_remote_code": options.trust_remote_code}
     device = _device(options.device)
+    quantization = _quantization(options, device)
     if options.device_map not in (None, *DEVICE_MAPS):
         raise UsageError(
             f"--device-map must be one of {', '.join(DEVICE_MAPS)}, not '{options.device_map}'"
@@ -65,6 +72,7 @@ def load_base(source: Source, options: LoadOptions, report: Report) -> BaseModel
             config=config,
             dtype=dtype,
             device_map=options.device_map or {"": device},
+            **quantization,
             **trust,
         )
     except MedusaError:
@@ -74,7 +82,7 @@ def load_base(source: Source, options: LoadOptions, report: Report) -> BaseModel
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise
         raise _unloadable(f"'{source.name}' in {source.folder}", error) from None
-    return BaseModel(module)
+    return _on_engine(module, options)
 
 
 def load_tokenizer(source: Source, options: LoadOptions) -> "PreTrainedTokenizerBase":
@@ -91,6 +99,43 @@ def load_tokenizer(source: Source, options: LoadOptions) -> "PreTrainedTokenizer
         )
     except Exception as error:  # noqa: BLE001  # what bad files raise is open-ended
         raise _unloadable(f"the tokenizer in {source.folder}", error) from None
+
+
+def _on_engine(module: "PreTrainedModel", options: LoadOptions) -> BaseModel:
+    """The model on the CPU engine where that can take it, else as it is."""
+    if options.stock or module.device.type != "cpu":
+        return BaseModel(module)
+    from medusa_cli.models.cpu import engine
+
+    int8 = options.quantize == "int8"
+    if engine.fits(module):
+        return engine.accelerate(module, int8=int8, threads=torch.get_num_threads())
+    if int8:
+        raise UsageError(
+            "--quantize int8 on a CPU takes a model that is all there in float32: "
+            "drop --dtype and --device-map, or choose an unquantised checkpoint"
+        )
+    return BaseModel(module)
+
+
+def _quantization(options: LoadOptions, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` is told so that it quantises, on a GPU; on a CPU the engine does."""
+    kind = options.quantize
+    if kind not in QUANTIZE:
+        raise UsageError(f"--quantize must be one of {', '.join(QUANTIZE)}, not '{kind}'")
+    if kind == "none" or (kind == "int8" and device.type == "cpu"):
+        return {}
+    if device.type != "cuda":
+        raise UsageError(f"--quantize {kind} needs a CUDA GPU; on a CPU there is int8")
+    if find_spec("bitsandbytes") is None:
+        raise UsageError(f"--quantize {kind} needs bitsandbytes: pip install bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_8bit=kind == "int8", load_in_4bit=kind == "nf4", bnb_4bit_quant_type="nf4"
+        )
+    }
 
 
 def _device(name: str) -> torch.device:

@@ -43,7 +43,9 @@ def ensure_folder(folder: Path, needed: int) -> None:
         )
 
 
-def write_atomic(path: Path, text: str, *, private: bool = False, parents: bool = False) -> None:
+def write_atomic(
+    path: Path, content: str | bytes, *, private: bool = False, parents: bool = False
+) -> None:
     """Writes a whole file or leaves the old one.
 
     Args:
@@ -59,8 +61,8 @@ def write_atomic(path: Path, text: str, *, private: bool = False, parents: bool 
             path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         descriptor = os.open(temporary, flags, 0o600 if private else 0o666)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

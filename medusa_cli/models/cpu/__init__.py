@@ -1,0 +1,1 @@
+"""The CPU engine: linear layers, norms and attention as machine code."""

@@ -86,14 +86,16 @@ def accuracy(
         interruptible() as interrupts,
         LoadProgress(streams, loading.model, quiet=loading.quiet) as report,
     ):
-        traces = measuring.measure_accuracy(
+        found = measuring.measure_heads(
             loaded, chosen, max_new_tokens, prompt_set, report, interrupts
         )
+    traces = found.traces
     complete = traces.provenance.complete
     if not traces.texts and complete:
         raise ContextLengthError("no prompt fits the model's context: give shorter ones")
     if traces.texts:
-        saved = save(folder, traces)
+        calibrated = found.calibrated()
+        saved = save(folder, traces, calibrated)
         tree = loaded.tree.static if isinstance(loaded.tree, AutoTree) else loaded.tree
         show(_findings(accuracy_table(traces), traces, tree), BenchFormat(format_), streams)
         if not loading.quiet:

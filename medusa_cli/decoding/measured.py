@@ -5,16 +5,17 @@ package or from the hub lie in the cache folder; the package may bring some of i
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
 
-from medusa_cli.decoding import calibration, head_accuracy, traces
+from medusa_cli.decoding import calibration, head_accuracy, scores, traces
 from medusa_cli.decoding.calibration import Calibration, KeptCalibration
 from medusa_cli.decoding.head_accuracy import AccuracyTable
+from medusa_cli.decoding.scores import Scores
 from medusa_cli.decoding.traces import Traces
 from medusa_cli.errors import CheckpointError, StorageError
 from medusa_cli.models import registry
@@ -23,7 +24,8 @@ from medusa_cli.models.progress import Report, Stage, silent
 from medusa_cli.models.storage import cache_folder, write_atomic
 from medusa_cli.models.tensor_files import read_json, read_tensors, tensors_sha256
 
-TRACES, ACCURACY, CALIBRATION = "traces.json", "accuracy.json", "calibration.json"
+TRACES, ACCURACY = "traces.json", "accuracy.json"
+CALIBRATION, SCORES = "calibration.json", "scores.safetensors"
 _PACKAGE = Path(__file__).parents[1]
 _Results = TypeVar("_Results", Traces, AccuracyTable, KeptCalibration)
 
@@ -112,8 +114,45 @@ def make_folder(folder: Path) -> None:
         raise StorageError(f"{folder} cannot be written: {reason}; choose another with --out")
 
 
-def save(folder: Path, found: Traces) -> bool:
-    """Writes traces and their accuracy; False if that would replace complete ones by partial ones.
+@dataclass(frozen=True, slots=True)
+class ScoredTraces:
+    """Traces with how sure the heads were along them."""
+
+    traces: Traces
+    scores: Scores
+
+
+def load_scored_traces(of: Subject, report: Report = silent) -> ScoredTraces | None:
+    """Traces of a subject and the scores beside them, or None where there are not both.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    for folder in _folders(of):
+        path = folder / SCORES
+        found = next(_found(of, TRACES, traces.from_json, report, (folder,)), None)
+        if found is not None and path.is_file():
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise traces.damaged(str(path), str(error)) from None
+            return ScoredTraces(found, scores.from_bytes(content, found, str(path)))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """A calibration and the scores along the traces that it was fit to."""
+
+    calibration: Calibration
+    scores: Scores
+
+
+def save(folder: Path, found: Traces, fitted: Calibrated | None = None) -> bool:
+    """Writes traces, their accuracy, and the heads' calibration with its scores.
+
+    Returns:
+        False, and writes nothing, if that would replace complete results by partial ones.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -123,6 +162,12 @@ def save(folder: Path, found: Traces) -> bool:
     table = head_accuracy.accuracy_table(found)
     write_atomic(folder / TRACES, traces.to_json(found), parents=True)
     write_atomic(folder / ACCURACY, head_accuracy.to_json(table), parents=True)
+    if fitted is None:
+        (folder / SCORES).unlink(missing_ok=True)  # they belong to other traces
+    else:
+        about = found.provenance
+        write_atomic(folder / CALIBRATION, calibration.to_json(fitted.calibration, about))
+        write_atomic(folder / SCORES, scores.to_bytes(fitted.scores, about.heads_digest))
     return True
 
 
@@ -140,11 +185,15 @@ def _tensors(files: HeadsFiles) -> dict[str, Tensor]:
 
 
 def _found(
-    of: Subject, name: str, parse: Callable[[str, str], _Results], report: Report
+    of: Subject,
+    name: str,
+    parse: Callable[[str, str], _Results],
+    report: Report,
+    folders: Iterable[Path] | None = None,
 ) -> Iterator[_Results]:
     """The results of a subject, the cache folder's first."""
     digest = ""
-    for folder in dict.fromkeys((_in_cache(of), _beside(of))):
+    for folder in _folders(of) if folders is None else folders:
         path = folder / name
         if not path.is_file():
             continue
@@ -159,6 +208,10 @@ def _found(
                     "count. Measure again with `medusa accuracy`"
                 )
             )
+
+
+def _folders(of: Subject) -> list[Path]:
+    return list(dict.fromkeys((_in_cache(of), _beside(of))))
 
 
 def _name(given: str) -> str:

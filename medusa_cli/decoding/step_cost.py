@@ -88,7 +88,7 @@ def cost_key(base: BaseModel, heads: HeadsInfo) -> CostKey:
         heads=Path(heads.name).name,
         device=f"{base.device.type} {device_name(base.device)}",
         dtype=str(base.dtype).removeprefix("torch."),
-        engine=str(getattr(base, "engine", "torch")),
+        engine=base.engine.name,
         threads=torch.get_num_threads(),
     )
 

@@ -11,6 +11,7 @@ from medusa_cli.config import FinishReason, Limits, SamplingConfig
 from medusa_cli.decoding.tree import ROOT_ONLY
 from medusa_cli.errors import ContextLengthError, UsageError
 from medusa_cli.models.cache import KVCache
+from medusa_cli.models.progress import Report, silent
 from medusa_cli.session import Medusa
 from medusa_cli.text.events import Event, Result
 from medusa_cli.text.prompts import Message, continue_chat, render_chat
@@ -152,15 +153,18 @@ class Chat:
                 return dropped
         raise ContextLengthError(f"the message alone has {needed} tokens: shorten it")
 
-    def use_tree(self, source: str) -> None:
+    def use_tree(self, source: str, report: Report = silent) -> None:
         """Switches to another tree, and back to speculation.
+
+        Args:
+            report: hears what is being measured for `auto`.
 
         Raises:
             UsageError: there are no heads.
             TreeError: no such tree, or one that the heads cannot draft.
         """
         self.require_heads()
-        self.model = self.model.with_tree(source)
+        self.model = self.model.with_tree(source, report)
         self.plain = False
 
     def require_heads(self) -> Any:

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from medusa_cli.config import Limits, SamplingConfig
-from medusa_cli.decoding.adaptive import AUTO, AdaptiveDrafting, AnyTree, AutoTree
-from medusa_cli.decoding.auto_tree import auto_tree, kept_calibration
+from medusa_cli.decoding.adaptive import AUTO, AnyTree, AutoTree
+from medusa_cli.decoding.auto_tree import auto_tree, fresh_drafting, is_calibrated
 from medusa_cli.decoding.decode import Budget, DecodeStep, decode
-from medusa_cli.decoding.drafting import Drafting, StaticDrafting, plain_drafting
-from medusa_cli.decoding.lookup import Lookup
 from medusa_cli.decoding.sampling import Sampler
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree, load_tree
 from medusa_cli.models import registry
@@ -83,13 +81,10 @@ def load(
     loaded = load_heads(source.heads, base, source.heads_name or model)
     static = chosen or _default_tree(source, base, loaded)
     static.check_heads(loaded.info.num_heads, loaded.info.vocabulary)
-    loaded_model = Medusa(model, base, tokenizer, loaded, static, template, lookup)
-    if chosen is None:
-        calibration = kept_calibration(model, loaded, report)
-        if tree == AUTO or calibration is not None:
-            adaptive = auto_tree(base, loaded, calibration, static, report)
-            return replace(loaded_model, tree=adaptive)
-    return loaded_model
+    used: AnyTree = static
+    if tree == AUTO or (tree is None and is_calibrated(model, loaded, report)):
+        used = auto_tree(model, base, loaded, static, report)
+    return Medusa(model, base, tokenizer, loaded, used, template, lookup)
 
 
 def _default_tree(source: Source, base: BaseModel, heads: Heads) -> Tree:
@@ -245,7 +240,7 @@ class Medusa:
         """
         return decode(
             self.base,
-            self._drafting(sampling),
+            fresh_drafting(self.heads, self.tree, sampling, self.base.device, self.lookup),
             Sampler(sampling, self.base.device),
             ids,
             cache,
@@ -256,8 +251,11 @@ class Medusa:
             ),
         )
 
-    def with_tree(self, source: str) -> "Medusa":
+    def with_tree(self, source: str, report: Report = silent) -> "Medusa":
         """The same model with another tree: `auto`, a shipped one's name, or a file.
+
+        Args:
+            report: hears what is being measured for `auto`.
 
         Raises:
             TreeError: no such tree, or one that the heads cannot draft.
@@ -265,22 +263,11 @@ class Medusa:
         assert self.heads is not None, "a tree needs heads"
         static = self.tree.static if isinstance(self.tree, AutoTree) else self.tree
         if source == AUTO:
-            calibration = kept_calibration(self.name, self.heads)
-            return replace(self, tree=auto_tree(self.base, self.heads, calibration, static))
+            auto = auto_tree(self.name, self.base, self.heads, static, report)
+            return replace(self, tree=auto)
         tree = load_tree(source)
         tree.check_heads(self.heads.info.num_heads, self.heads.info.vocabulary)
         return replace(self, tree=tree)
-
-    def _drafting(self, sampling: SamplingConfig) -> Drafting:
-        device = self.base.device
-        if self.heads is None:
-            return plain_drafting(device)
-        adaptive = isinstance(self.tree, AutoTree)
-        lookup = Lookup() if (adaptive if self.lookup is None else self.lookup) else None
-        if isinstance(self.tree, AutoTree):
-            temperature = sampling.temperature
-            return AdaptiveDrafting(self.heads, self.tree, temperature, device, lookup)
-        return StaticDrafting(self.heads, self.tree, device, lookup)
 
     def _is_raw(self, prompt: Prompt, chat: bool | None) -> bool:
         return isinstance(prompt, str) and not (self.has_template if chat is None else chat)

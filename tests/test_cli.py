@@ -275,14 +275,15 @@ def test_context_fills_with_exit_code_0(model_folder: Path) -> None:
         (("-p", "x", "--batch", "f"), "", "drop -p and -f"),
         (("-p", "x", "--nonsense"), "", "No such option"),
         (("-p", "x", "--format", "xml"), "", "xml"),
-        (("-p", "x", "--tree", "auto"), "", "no tree 'auto'"),
+        (("-p", "x", "--tree", "nope"), "", "no tree 'nope'"),
+        (("-p", "x", "--plain", "--lookup"), "", "drop --lookup"),
     ],
 )
 def test_usage_errors_are_one_or_two_lines(
     model_folder: Path, arguments: tuple[str, ...], stdin: str | bytes | None, said: str
 ) -> None:
     outcome = generate(model_folder, *arguments, stdin=stdin)
-    assert outcome.code == (3 if "tree 'auto'" in said else 2)
+    assert outcome.code == (3 if "tree 'nope'" in said else 2)
     assert said in outcome.err
     assert len(outcome.err.splitlines()) <= 2
     assert outcome.out == ""

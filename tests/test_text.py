@@ -102,7 +102,7 @@ def test_without_stop_strings_nothing_is_held_back() -> None:
 
 
 def decoded(ids: list[int], finish: FinishReason | None = None) -> DecodeStep:
-    return DecodeStep(tuple(ids), len(ids), 0.0, finish)
+    return DecodeStep(tuple(ids), len(ids), 1, 0.0, finish)
 
 
 def run_steps(

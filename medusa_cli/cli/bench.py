@@ -24,7 +24,7 @@ DEFAULT_LIMIT = 16
 _LOADING = {field.name for field in fields(opt.ModelOptions)}
 _OUTPUT = {"format_", "export", "quiet"}
 _TEXTS = {"prompts", "limit", "max_new_tokens"}
-_RUNS = {"tree", "warmup", "repeats", "ignore_eos"}
+_RUNS = {"tree", "lookup", "warmup", "repeats", "ignore_eos"}
 _SAMPLING = {field.name for field in fields(opt.SamplingOptions)}
 # What each experiment reads. Anything else on the command line would be ignored: it is refused.
 _READS = {
@@ -45,11 +45,12 @@ def bench(
     tree: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME|PATH",
-            autocompletion=opt.complete_trees,
+            metavar="NAME|PATH|auto",
+            autocompletion=opt.complete_drafted,
             help="Tree to measure (repeatable). [default: the model's own]",
         ),
     ] = None,
+    lookup: opt.LookupBranch = None,
     acceptance: Annotated[
         list[Acceptance] | None,
         typer.Option(help="Acceptance rule to measure (repeatable). [default: lossless]"),
@@ -142,7 +143,7 @@ def bench(
         raise UsageError(f"{' and '.join(map(_flag, chosen))} are separate runs: give one of them")
     experiment = chosen[0] if chosen else "contest"
     _refuse_unread(context, experiment)
-    check_conflicts(loading, plain=plain, tree=tree[0] if tree else None)
+    check_conflicts(loading, plain=plain, tree=tree[0] if tree else None, lookup=lookup)
     for name, value, least in (
         ("limit", limit, 0),
         ("max-new-tokens", max_new_tokens, 1),
@@ -179,7 +180,7 @@ def bench(
         findings = experiments.compare(*compare, seed=sampling.seed or 0)
     else:
         experiments.check(request, defaults=sampling.model_defaults)
-        loaded = open_model(streams, loading, plain=plain, tree=None)
+        loaded = open_model(streams, loading, plain=plain, tree=None, lookup=lookup)
         if sampling.model_defaults:
             request = replace(request, given=loaded.sampling_defaults() | given)
         match experiment:

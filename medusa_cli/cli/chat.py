@@ -39,6 +39,7 @@ def chat(
         bool, typer.Option("--trace", help="Colour tokens by the depth they were accepted at.")
     ] = False,
     tree: opt.TreeName = None,
+    lookup: opt.LookupBranch = None,
     plain: opt.Plain = False,
     acceptance: opt.AcceptanceRule = None,
     loading: opt.ModelOptions,
@@ -49,7 +50,7 @@ def chat(
     Standard input that is not a terminal is read line by line, a message a line.
     """
     streams = Streams.of_process()
-    check_conflicts(loading, plain=plain, tree=tree)
+    check_conflicts(loading, plain=plain, tree=tree, lookup=lookup)
     given = sampling.given()
     if acceptance is not None:
         given["acceptance"] = acceptance
@@ -69,7 +70,7 @@ def chat(
     piped = PipedInput(streams)
     if not terminal and piped.is_empty():
         return
-    loaded = open_model(streams, loading, plain=plain, tree=tree)
+    loaded = open_model(streams, loading, plain=plain, tree=tree, lookup=lookup)
     from dataclasses import replace
 
     from medusa_cli.chat import Chat

@@ -14,6 +14,7 @@ from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from medusa_cli.cli.streams import Streams
+from medusa_cli.decoding.adaptive import AUTO
 from medusa_cli.decoding.tree import shipped_trees
 from medusa_cli.errors import UsageError
 
@@ -198,7 +199,7 @@ class _ChatCompleter(Completer):
                     yield Completion(f"/{name}", start_position=-len(command))
             return
         if command == "/tree":
-            for name in shipped_trees():
+            for name in (AUTO, *shipped_trees()):
                 if name.startswith(argument):
                     yield Completion(name, start_position=-len(argument))
         if command in ("/tree", "/save", "/load", "/export"):

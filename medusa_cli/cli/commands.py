@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_cli.chat import accepted_by_depth
 from medusa_cli.cli import session_file
 from medusa_cli.config import Acceptance, SamplingConfig
+from medusa_cli.decoding.adaptive import AUTO
 from medusa_cli.errors import UsageError
 from medusa_cli.models.storage import write_atomic
 
@@ -57,7 +58,7 @@ COMMANDS = (
     Command(("load",), "FILE", "load a saved conversation"),
     Command(("export",), "FILE.md", "write the conversation as Markdown"),
     Command(("stats",), "", "accept lengths and speed so far"),
-    Command(("tree",), "[NAME|PATH]", "show or change the tree"),
+    Command(("tree",), "[NAME|PATH|auto]", "show or change the tree"),
     Command(("heads",), "", "show the heads and decode with them"),
     Command(("plain",), "", "decode without speculation"),
     Command(("trace",), "on|off", "colour tokens by accepted depth"),
@@ -211,11 +212,12 @@ class Commands:
 
     def _tree(self, argument: str) -> None:
         if argument:
-            self._chat.use_tree(argument)
+            self._chat.use_tree(argument, lambda stage: self._repl.note(stage.text))
         self._chat.require_heads()
         tree = self._chat.model.tree
         paused = " (not in use: /heads goes back to it)" if self._chat.plain else ""
-        self._repl.say(f"tree {tree.name}: {tree.nodes} nodes, {tree.depth} deep{paused}")
+        most = "up to " if tree.name == AUTO else ""
+        self._repl.say(f"tree {tree.name}: {most}{tree.nodes} nodes, {tree.depth} deep{paused}")
 
     def _heads(self, _argument: str) -> None:
         info = self._chat.require_heads().info

@@ -28,7 +28,7 @@ from medusa_cli.cli.bench_request import BenchRequest
 from medusa_cli.cli.interrupt import interruptible
 from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Acceptance, SamplingConfig
-from medusa_cli.decoding.adaptive import AnyTree
+from medusa_cli.decoding.adaptive import AUTO, AnyTree
 from medusa_cli.decoding.auto_tree import refresh_costs
 from medusa_cli.decoding.measured import load_traces
 from medusa_cli.decoding.traces import Traces
@@ -49,7 +49,9 @@ def check(request: BenchRequest, *, defaults: bool) -> None:
     """
     for peer in request.against:
         check_peer(peer)
-    _trees(request)
+    for typed in request.trees:
+        if typed != AUTO:
+            load_tree(typed)
     read_questions(request.prompts)
     if not defaults:
         _samplings(request)
@@ -64,7 +66,7 @@ def contest(model: Medusa, request: BenchRequest, streams: Streams) -> Findings:
     """
     questions = spread(read_questions(request.prompts), request.limit)
     samplings = _samplings(request)
-    trees = _trees(request)
+    trees = _trees(request, model)
     if model.heads is not None and not trees:
         trees = {model.tree.name: model.tree}
     entered = Contest(trees, samplings, request.against, request.baseline, request.ignore_eos)
@@ -124,7 +126,7 @@ def sweep_temperature(
     """
     if model.heads is None:
         raise UsageError("--sweep-temperature needs heads: give some with --heads")
-    named = _trees(request)
+    named = _trees(request, model)
     if len(named) > 1:
         raise UsageError("--sweep-temperature measures one tree: give one --tree")
     tree = next(iter(named.values()), model.tree)
@@ -262,9 +264,9 @@ def _samplings(request: BenchRequest) -> tuple[SamplingConfig, ...]:
     return tuple(replace(first, acceptance=rule) for rule in rules)
 
 
-def _trees(request: BenchRequest) -> dict[str, AnyTree]:
+def _trees(request: BenchRequest, model: Medusa) -> dict[str, AnyTree]:
     """The trees asked for, by name; by what was typed where two have the same name."""
-    trees: dict[str, AnyTree] = {typed: load_tree(typed) for typed in dict.fromkeys(request.trees)}
+    trees = {typed: model.with_tree(typed).tree for typed in dict.fromkeys(request.trees)}
     names = [tree.name for tree in trees.values()]
     return {
         tree.name if names.count(tree.name) == 1 else typed: tree for typed, tree in trees.items()

@@ -56,6 +56,7 @@ def generate(
         bool, typer.Option("--trace", help="Colour tokens by the depth they were accepted at.")
     ] = False,
     tree: opt.TreeName = None,
+    lookup: opt.LookupBranch = None,
     plain: opt.Plain = False,
     acceptance: opt.AcceptanceRule = None,
     loading: opt.ModelOptions,
@@ -68,7 +69,7 @@ def generate(
     The accept length of a step counts the tokens accepted by that forward, base token included.
     """
     streams = Streams.of_process()
-    check_conflicts(loading, plain=plain, tree=tree)
+    check_conflicts(loading, plain=plain, tree=tree, lookup=lookup)
     if chat is False and (system is not None or template is not None):
         raise UsageError("--raw continues the text as it is: drop --system and --template")
     given = sampling.given()
@@ -101,7 +102,7 @@ def generate(
         streams.note("medusa: --trace colours text on a terminal only")
 
     started = time.perf_counter()
-    loaded = open_model(streams, loading, plain=plain, tree=tree)
+    loaded = open_model(streams, loading, plain=plain, tree=tree, lookup=lookup)
     from medusa_cli.cli.answer import Answerer
 
     answerer = Answerer(loaded, request, streams, time.perf_counter() - started)

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from medusa_cli.session import Medusa
 
 
-def check_conflicts(options: "ModelOptions", *, plain: bool, tree: str | None) -> None:
+def check_conflicts(
+    options: "ModelOptions", *, plain: bool, tree: str | None, lookup: bool | None = None
+) -> None:
     """Raises `UsageError` where one option would silently switch another off."""
+    if plain and lookup:
+        raise UsageError("--plain decodes without speculation: drop --lookup")
     if plain and (options.heads is not None or tree is not None):
         raise UsageError("--plain decodes without heads and tree: drop --heads and --tree")
     if options.device_map is not None and options.device != "auto":
@@ -24,7 +28,12 @@ def check_conflicts(options: "ModelOptions", *, plain: bool, tree: str | None) -
 
 
 def open_model(
-    streams: Streams, options: "ModelOptions", *, plain: bool, tree: str | None
+    streams: Streams,
+    options: "ModelOptions",
+    *,
+    plain: bool,
+    tree: str | None,
+    lookup: bool | None = None,
 ) -> "Medusa":
     """Loads what the options ask for, with progress on standard error.
 
@@ -43,6 +52,7 @@ def open_model(
             options.model,
             heads=options.heads,
             tree=tree,
+            lookup=lookup,
             plain=plain,
             options=LoadOptions(
                 options.device,

@@ -33,6 +33,12 @@ def complete_trees(incomplete: str) -> list[str]:
     return [name for name in shipped_trees() if name.startswith(incomplete)]
 
 
+def complete_drafted(incomplete: str) -> list[str]:
+    """What `--tree` of a decoding command takes by name and begins so."""
+    auto = ["auto"] if "auto".startswith(incomplete) else []
+    return auto + complete_trees(incomplete)
+
+
 Model = Annotated[
     str,
     typer.Option(
@@ -50,10 +56,19 @@ Heads = Annotated[
 TreeName = Annotated[
     str | None,
     typer.Option(
-        "--tree", metavar="NAME|PATH", autocompletion=complete_trees,
-        help="Tree of candidates: a shipped one or a JSON file. [default: suits the device]",
+        "--tree", metavar="NAME|PATH|auto", autocompletion=complete_drafted,
+        help="Tree of candidates: a shipped one, a JSON file, or auto, which chooses at each step "
+        "what pays. [default: auto where the heads are calibrated, else suits the device]",
     ),
 ]  # fmt: skip
+LookupBranch = Annotated[
+    bool | None,
+    typer.Option(
+        "--lookup/--no-lookup",
+        help="Draft also what followed the last tokens earlier in the text. "
+        "[default: with --tree auto only]",
+    ),
+]
 Plain = Annotated[
     bool, typer.Option("--plain", help="No speculation: one token per forward, the baseline.")
 ]

@@ -31,6 +31,7 @@ def step_event(step: Step) -> dict[str, Any]:
         "token_ids": step.token_ids,
         "text": step.text,
         "accept": step.accept_length,
+        "nodes": step.nodes,
         "ms": round(step.seconds * 1000, 3),
     }
 
@@ -51,6 +52,10 @@ def result_object(model: Medusa, result: Result, load_seconds: float) -> dict[st
             "mean": round(result.mean_accept_length, 4),
             "lengths": result.accept_lengths,
             "histogram": result.histogram,
+        },
+        "nodes": {
+            "mean": round(result.mean_nodes, 3),
+            "per_step": result.step_nodes,
         },
         "timing": {
             "load_s": round(load_seconds, 4),

@@ -25,7 +25,7 @@ AUTO = "auto"
 MOST_NODES = 64
 CANDIDATES = 16  # of each head
 
-TRUST_PRIOR = 2.0  # accepted drafts that the calibration's word is worth
+TRUST_PRIOR = 1.0  # accepted drafts that the calibration's word is worth
 TRUST_DECAY = 0.95  # of what older steps have shown, a step with heads
 MOST_TRUST = 2.0
 

@@ -1,9 +1,17 @@
-"""Making an adaptive tree for loaded heads: their calibration, and what steps cost here."""
+"""From loaded heads to their adaptive tree and the drafting of a generation.
+
+An adaptive tree needs the heads' calibration and what steps cost on this machine.
+"""
 
 import time
 
-from medusa_cli.decoding.adaptive import CANDIDATES, AutoTree
+import torch
+
+from medusa_cli.config import SamplingConfig
+from medusa_cli.decoding.adaptive import CANDIDATES, AdaptiveDrafting, AnyTree, AutoTree
 from medusa_cli.decoding.calibration import Calibration, uncalibrated
+from medusa_cli.decoding.drafting import Drafting, StaticDrafting, plain_drafting
+from medusa_cli.decoding.lookup import Lookup
 from medusa_cli.decoding.measured import Subject, load_calibration, subject
 from medusa_cli.decoding.step_cost import StepCosts, cost_key, load_costs, save_costs
 from medusa_cli.decoding.step_timing import measure_costs
@@ -25,31 +33,30 @@ def heads_subject(model: str, heads: Heads) -> Subject | None:
     return subject(heads.info.name, model, heads.info.files)
 
 
-def kept_calibration(model: str, heads: Heads, report: Report = silent) -> Calibration | None:
-    """The calibration that was measured for heads on a base model, or None.
+def is_calibrated(model: str, heads: Heads, report: Report = silent) -> bool:
+    """Whether heads on a base model have a calibration.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    of = heads_subject(model, heads)
-    found = None if of is None else load_calibration(of, report)
-    fits = found is not None and len(found.points[0].temperatures) == heads.info.num_heads
-    return found if fits else None
+    return _kept_calibration(model, heads, report) is not None
 
 
 def auto_tree(
-    base: BaseModel,
-    heads: Heads,
-    calibration: Calibration | None,
-    static: Tree,
-    report: Report = silent,
+    model: str, base: BaseModel, heads: Heads, static: Tree, report: Report = silent
 ) -> AutoTree:
-    """The adaptive tree; step costs that nobody has measured yet are measured now.
+    """The adaptive tree of heads; step costs that nobody has measured yet are measured now.
+
+    Heads without calibration are taken at their word, until decoding shows better.
 
     Args:
-        calibration: None takes the heads at their word, until decoding shows better.
+        model: name of the base model as the user gave it.
         static: the fixed tree in whose place it stands.
+
+    Raises:
+        CheckpointError: the calibration is damaged.
     """
+    calibration = _kept_calibration(model, heads, report)
     if calibration is None:
         report(
             Stage(
@@ -57,12 +64,30 @@ def auto_tree(
                 "their probabilities are worth"
             )
         )
-    return AutoTree(
-        calibration or uncalibrated(heads.info.num_heads),
-        step_costs(base, heads, report),
-        heads.info.num_heads,
-        static,
-    )
+        calibration = uncalibrated(heads.info.num_heads)
+    costs = step_costs(base, heads, report)
+    return AutoTree(calibration, costs, heads.info.num_heads, static)
+
+
+def fresh_drafting(
+    heads: Heads | None,
+    tree: AnyTree,
+    sampling: SamplingConfig,
+    device: torch.device,
+    lookup: bool | None,
+) -> Drafting:
+    """The drafting of one generation.
+
+    Args:
+        heads: None decodes plainly.
+        lookup: whether a lookup branch joins the tree; None: the adaptive tree only.
+    """
+    if heads is None:
+        return plain_drafting(device)
+    if isinstance(tree, AutoTree):
+        branch = None if lookup is False else Lookup()
+        return AdaptiveDrafting(heads, tree, sampling.temperature, device, branch)
+    return StaticDrafting(heads, tree, device, Lookup() if lookup else None)
 
 
 def step_costs(base: BaseModel, heads: Heads, report: Report = silent) -> StepCosts:
@@ -87,3 +112,10 @@ def refresh_costs(base: BaseModel, heads: Heads, report: Report = silent) -> Ste
     except StorageError as error:
         report(Stage(f"step costs are not kept: {error}"))
     return costs
+
+
+def _kept_calibration(model: str, heads: Heads, report: Report) -> Calibration | None:
+    of = heads_subject(model, heads)
+    found = None if of is None else load_calibration(of, report)
+    fits = found is not None and len(found.points[0].temperatures) == heads.info.num_heads
+    return found if fits else None

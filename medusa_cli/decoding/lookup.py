@@ -16,7 +16,7 @@ DECAY = 0.98  # of what older steps have shown, a step
 
 # How often a token behind a match of 2, 3, ..., LONGEST_MATCH tokens is right, before anything was
 # seen, and how many observations that is worth.
-PRIOR_SHARES = (0.25, 0.35, 0.45, 0.55, 0.65, 0.7, 0.75)
+PRIOR_SHARES = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 PRIOR_WEIGHT = 4.0
 
 Guess = tuple[float, int]

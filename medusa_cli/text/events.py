@@ -96,6 +96,11 @@ class Result:
         return fmean(self.accept_lengths) if self.accept_lengths else 0.0
 
     @property
+    def mean_nodes(self) -> float:
+        """Mean number of nodes of a verification, the root included; 0 without steps."""
+        return fmean(self.step_nodes) if self.step_nodes else 0.0
+
+    @property
     def histogram(self) -> dict[int, int]:
         """How many steps had which accept length."""
         return dict(sorted(Counter(self.accept_lengths).items()))

@@ -4,7 +4,7 @@ An arm turns prompt ids into token ids and says after each of its steps what is 
 measure anything itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -17,8 +17,19 @@ from medusa_cli.session import Medusa
 
 PLAIN = "plain"
 
-OnStep = Callable[[Sequence[int], int], None]
-"""Hears the new tokens of a step and its accept length, 0 where the step verified no draft."""
+
+class OnStep(Protocol):
+    """Hears each step of an arm."""
+
+    def __call__(self, new: Sequence[int], accept_length: int, nodes: int = 0) -> None:
+        """A step has ended.
+
+        Args:
+            new: its tokens.
+            accept_length: 0 where the step verified no draft.
+            nodes: of the tree that it verified; 0 where there is none, or it is not told.
+        """
+        ...
 
 
 class ArmKind(StrEnum):
@@ -88,7 +99,7 @@ class OwnArm:
         """Decodes one prompt on an empty cache, up to an end token or the limit."""
         limits = Limits(max_new_tokens, ignore_eos=self.ignore_eos)
         for step in self.model.decode(prompt_ids, self.info.sampling, limits, KVCache()):
-            on_step(step.token_ids, step.accept_length)
+            on_step(step.token_ids, step.accept_length, step.nodes)
 
 
 def plain_arm(model: Medusa, sampling: SamplingConfig, *, ignore_eos: bool) -> OwnArm:

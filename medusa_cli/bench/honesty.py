@@ -81,7 +81,7 @@ def _about_arm(arm: ArmSummary) -> list[str]:
         found.append(f"{name}: one question gives no interval; run more")
     elif arm.speedup is not None and arm.speedup.includes_one:
         found.append(f"{name}: the interval {arm.speedup} includes 1: no difference was shown")
-    steps = sum(arm.accept_lengths.values())
+    steps = sum(arm.accept_lengths.values()) if arm.nodes is None else arm.nodes.drafted
     if arm.info.kind is ArmKind.MEDUSA and steps >= SILENT_STEPS and max(arm.accept_lengths) == 1:
         found.append(
             f"{name}: no draft was accepted in {steps} steps: do the heads fit this model?"

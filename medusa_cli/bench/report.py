@@ -7,6 +7,7 @@ from typing import Any
 from medusa_cli.bench.arms import Unavailable
 from medusa_cli.bench.equality import Equality
 from medusa_cli.bench.machine import tree_sha256
+from medusa_cli.bench.node_counts import WINDOW, NodeCounts
 from medusa_cli.bench.runner import Run
 from medusa_cli.bench.statistics import LEVEL, Interval
 from medusa_cli.bench.summary import ArmSummary
@@ -109,6 +110,7 @@ def _arm(arm: ArmSummary, failure: str | None, token_text: TokenText) -> dict[st
             "histogram": arm.accept_lengths,
             "by_depth": arm.accepted_by_depth,
         },
+        "nodes": _nodes(arm.nodes),
         "step_ms": step_milliseconds(arm.step_seconds),
         "step_ratio": arm.step_ratio,
         "break_even_step_ratio": arm.mean_accept_length,
@@ -124,12 +126,25 @@ def _arm(arm: ArmSummary, failure: str | None, token_text: TokenText) -> dict[st
                 "tokens_per_s": round(row.tokens_per_second, 3),
                 "speedup": interval_data(row.speedup),
                 "accept_mean": row.mean_accept_length,
+                "nodes_mean": row.mean_nodes,
             }
             for row in arm.categories
         ],
         "looping": arm.looping,
         "ended_early": arm.ended,
         "outliers": arm.outliers,
+    }
+
+
+def _nodes(nodes: NodeCounts | None) -> dict[str, Any] | None:
+    if nodes is None:
+        return None
+    return {
+        "mean": round(nodes.mean, 3),
+        "max": nodes.most,
+        "drafted_steps": nodes.drafted,
+        "window": WINDOW,
+        "over_time": [round(mean, 3) for mean in nodes.over_time],
     }
 
 
@@ -170,6 +185,7 @@ def _sample(run: Run) -> dict[str, Any]:
         "token_ids": run.token_ids,
         "first_tokens": run.first_tokens,
         "accept_lengths": run.accept_lengths,
+        "nodes": run.nodes,
         "ttft_s": round(run.ttft_seconds, 6),
         "step_s": [round(seconds, 6) for seconds in run.step_seconds],
         "peak_bytes": run.peak_bytes,

@@ -6,6 +6,7 @@ from statistics import fmean
 from medusa_cli.bench.arms import PLAIN, ArmKind
 from medusa_cli.bench.equality import Divergence, Equality
 from medusa_cli.bench.honesty import break_even
+from medusa_cli.bench.node_tables import nodes_tables
 from medusa_cli.bench.report import BenchReport, TokenText
 from medusa_cli.bench.summary import ArmSummary, CategorySummary
 from medusa_cli.bench.tables import MISSING, Table, number
@@ -26,6 +27,7 @@ def tables(report: BenchReport, token_text: TokenText) -> list[Table]:
         found.append(_lengths(drafting))
     if any(arm.accepted_by_depth for arm in drafting):
         found.append(_depths(drafting))
+    found += nodes_tables(report.arms)
     if any(arm.over for arm in report.arms):
         found.append(_over(report.arms))
     found.append(_beyond(report.arms))

@@ -63,6 +63,7 @@ class Run:
         ttft_seconds: from the start to the end of the first step.
         peak_bytes: most memory in use at the end of a step.
         ended: whether the answer ended before the token limit.
+        nodes: of each verification, where the arm tells them.
     """
 
     arm: str
@@ -79,6 +80,7 @@ class Run:
     ttft_seconds: float
     peak_bytes: int
     ended: bool
+    nodes: tuple[int, ...] = ()
 
     @property
     def decoded(self) -> Amount:
@@ -208,7 +210,8 @@ class Runner:
             for _ in range(self._plan.warmup):
                 steps = 0
 
-                def count(_tokens: Sequence[int], _accept: int) -> None:
+                def count(new: Sequence[int], accept_length: int, nodes: int = 0) -> None:
+                    del new, accept_length, nodes
                     nonlocal steps
                     steps += 1
                     self._check_interrupt()
@@ -227,18 +230,21 @@ class Runner:
         tokens: list[int] = []
         counts: list[int] = []
         lengths: list[int] = []
+        sizes: list[int] = []
         seconds: list[float] = []
         limit = self._room(item)
         self._memory.reset()
         started = self._clock()
 
-        def on_step(new: Sequence[int], accept_length: int) -> None:
+        def on_step(new: Sequence[int], accept_length: int, nodes: int = 0) -> None:
             nonlocal started
             seconds.append(self._clock() - started)
             tokens.extend(new)
             counts.append(len(new))
             if accept_length > 0:
                 lengths.append(accept_length)
+            if nodes > 0:
+                sizes.append(nodes)
             self._memory.sample()
             self._check_interrupt()
             started = self._clock()  # what happened here is not the arm's time
@@ -263,6 +269,7 @@ class Runner:
             ttft_seconds=seconds[0],
             peak_bytes=self._memory.peak(),
             ended=len(tokens) < limit,
+            nodes=tuple(sizes),
         )
         measurement.runs.append(run)
         self._on_run(run)

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from medusa_cli.bench.arms import PLAIN, ArmInfo, ArmKind
 from medusa_cli.bench.equality import Equality, Gap, compare
+from medusa_cli.bench.node_counts import NodeCounts, mean_nodes, node_counts
 from medusa_cli.bench.runner import Run
 from medusa_cli.bench.statistics import Amount, Interval, outliers, rate_ratio
 
@@ -21,6 +22,7 @@ class CategorySummary:
         tokens_per_second: pooled.
         speedup: over plain decoding; None without it.
         mean_accept_length: pooled over steps; None where the arm does not speculate.
+        mean_nodes: of a step; None where the arm does not speculate with trees.
     """
 
     category: str
@@ -28,6 +30,7 @@ class CategorySummary:
     tokens_per_second: float
     speedup: Interval | None
     mean_accept_length: float | None
+    mean_nodes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class ArmSummary:
         categories: in the order of the prompts.
         looping, ended, outliers: how many runs loop, end before the token limit, were disturbed.
         over: ratios to each peer's rate, by name.
+        nodes: how many its steps verified; None without trees.
     """
 
     info: ArmInfo
@@ -69,6 +73,7 @@ class ArmSummary:
     ended: int
     outliers: int
     over: dict[str, Interval]
+    nodes: NodeCounts | None = None
 
     @property
     def mean_accept_length(self) -> float | None:
@@ -146,6 +151,7 @@ def summarise(
                 if info.kind is ArmKind.PEER
                 else len(outliers([run.step_seconds for run in own])),
                 over={peer: ratio for peer, ratio in ratios.items() if ratio is not None},
+                nodes=node_counts(own) if info.kind is ArmKind.MEDUSA else None,
             )
         )
     return summaries
@@ -195,6 +201,7 @@ def _categories(
                 _rate(own),
                 None if info.name == PLAIN else _ratio(own, plain, seed),
                 _mean_length(_lengths(info, own)),
+                mean_nodes(own) if info.kind is ArmKind.MEDUSA else None,
             )
         )
     return tuple(summaries)

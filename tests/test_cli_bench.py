@@ -252,6 +252,7 @@ def test_sweeping_nodes(model_folder: Path, prompts: Path, tmp_path: Path) -> No
     assert outcome.code == 0, outcome.err
     points = outcome.json["points"]
     assert {point["asked"] for point in points} == {1, 2, 4}
+    assert {point["shape"] for point in points} == {"built", "dense", "adaptive"}
     for point in points:
         assert point["nodes"] <= point["asked"]
         assert point["tokens_per_s"] == pytest.approx(

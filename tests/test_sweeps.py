@@ -1,6 +1,7 @@
 """Laws of the sweeps: step costs, dense trees, and how far typical acceptance moves the text."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,22 @@ from medusa_cli.bench.runner import Run
 from medusa_cli.bench.sweep_nodes import best_dense
 from medusa_cli.bench.sweep_temperature import mean_divergence
 from medusa_cli.config import Acceptance, SamplingConfig
-from medusa_cli.decoding.step_cost import (
-    StepCosts,
-    costs_of,
-    load_costs,
-    measure_step_seconds,
-    save_costs,
-)
+from medusa_cli.decoding.auto_tree import step_costs
+from medusa_cli.decoding.step_cost import CostKey, StepCosts, cost_key, load_costs, save_costs
+from medusa_cli.decoding.step_timing import TABLE_NODES, measure_costs, measure_step_seconds
 from medusa_cli.decoding.traces import Provenance, TextTrace, Traces
 from medusa_cli.decoding.tree import ROOT_ONLY, dense_tree
 from medusa_cli.decoding.tree_search import expected_from_traces
 from medusa_cli.errors import CheckpointError
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
+from medusa_cli.models.heads import HeadKind, HeadsInfo
+from medusa_cli.models.progress import Stage
+from test_accuracy import heads_of
 
-COSTS = StepCosts("tiny", "cpu", "float32", 1, 256, {1: 1.0, 4: 4.0, 8: 4.0})
+HEADS = HeadsInfo("heads", HeadKind.MEDUSA, 3, 1, VOCAB)
+KEY = CostKey("tiny", "heads", "cpu", "float32", "torch", 1)
+COSTS = StepCosts(KEY, {1: 1.0, 4: 4.0, 8: 4.0}, (0.1, 0.2))
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +41,63 @@ def test_costs_between_and_beyond_the_measured_counts(nodes: int, seconds: float
     assert COSTS.at(nodes) == pytest.approx(seconds)
 
 
+def test_costs_of_disturbed_steps_do_not_count() -> None:
+    costs = StepCosts(KEY, {1: 1.0, 2: 9.0, 4: 1.5, 8: 3.0}, ())
+    assert costs.up_to(5) == pytest.approx([0.0, 1.0, 1.5, 1.5, 1.5, 1.875])
+    assert costs.drafting(3) == 0
+
+
+def test_the_cost_of_drafting() -> None:
+    assert [COSTS.drafting(heads) for heads in range(4)] == [0.0, 0.1, 0.2, 0.2]
+
+
 def test_costs_are_kept_for_the_same_model_and_machine(llama: BaseModel) -> None:
-    assert load_costs(llama) is None
-    kept = save_costs(costs_of(llama, {1: 0.5, 8: 0.75}))
-    found = load_costs(llama)
-    assert found is not None
-    assert found.seconds == {1: 0.5, 8: 0.75}
-    for damage in ("", "{}", "[]", '{"format": "medusa-step-cost/1", "seconds": {"1": -1}}'):
+    key = cost_key(llama, HEADS)
+    assert load_costs(key) is None
+    kept = save_costs(StepCosts(key, {1: 0.5, 8: 0.75}, (0.1,)))
+    assert load_costs(key) == StepCosts(key, {1: 0.5, 8: 0.75}, (0.1,))
+    for damage in ("", "{}", "[]", '{"format": "medusa-step-cost/2", "verify": {"1": -1}}'):
         kept.write_text(damage)
         with pytest.raises(CheckpointError, match="measure again"):
-            load_costs(llama)
+            load_costs(key)
 
 
-def test_costs_of_another_precision_do_not_count(llama: BaseModel) -> None:
-    save_costs(costs_of(llama, {1: 0.5}))
+def test_costs_of_another_precision_or_of_other_heads_do_not_count(llama: BaseModel) -> None:
+    save_costs(StepCosts(cost_key(llama, HEADS), {1: 0.5}, ()))
     half = BaseModel(tiny_base().module.to(torch.bfloat16))
-    assert load_costs(half) is None
+    assert load_costs(cost_key(half, HEADS)) is None
+    assert load_costs(cost_key(llama, replace(HEADS, name="others"))) is None
+
+
+def test_a_table_is_measured_once_and_kept(llama: BaseModel) -> None:
+    heads = heads_of(llama)
+    stages: list[Stage] = []
+    costs = step_costs(llama, heads, stages.append)
+    assert sorted(costs.verify) == sorted(TABLE_NODES)
+    assert len(costs.draft) == 3
+    assert "once" in stages[0].text
+    stages.clear()
+    assert step_costs(llama, heads, stages.append) == costs
+    assert stages == [], "the kept table is read without a word"
+    save_costs(costs).write_text("damage")
+    assert sorted(step_costs(llama, heads).verify) == sorted(TABLE_NODES), "and replaced if broken"
+
+
+@pytest.mark.parametrize(("seconds", "counts"), [(0.001, 12), (1.0, 3), (60.0, 3)])
+def test_a_slow_model_is_timed_on_fewer_counts(
+    llama: BaseModel, seconds: float, counts: int
+) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    costs = measure_costs(llama, heads_of(llama), 3, 4, KEY, clock)
+    assert len(costs.verify) == counts
+    assert {1, 8, 32} <= set(costs.verify)
+    assert [costs.verify[8], costs.draft[0]] == pytest.approx([seconds, seconds])
 
 
 def test_steps_are_timed_without_the_first_round(llama: BaseModel) -> None:

@@ -1,7 +1,8 @@
 """Step cost, accept length and speed against the number of tree nodes.
 
 The accept length of a tree is replayed from traces: it is exactly what greedy decoding of the
-traced answers has. The step cost is timed. Their ratio is the speed.
+traced answers has. The step cost is timed. Their ratio is the speed. Adaptive trees are those of
+all nodes above a path probability, the one at which their mean size is the number of nodes.
 
 Source: Cai et al. 2024, arXiv 2401.10774, section 3.3 shows these curves for dense and built trees.
 """
@@ -10,9 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from medusa_cli.bench.tables import Table, number
+from medusa_cli.decoding.measured import ScoredTraces
+from medusa_cli.decoding.scores import Scores, at_least, replay_adaptive, threshold_for
 from medusa_cli.decoding.step_timing import measure_step_seconds
 from medusa_cli.decoding.traces import Traces, mean_accept_length
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree, dense_tree
@@ -27,6 +33,7 @@ class TreeShape(StrEnum):
 
     BUILT = "built"
     DENSE = "dense"
+    ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +43,16 @@ class SweepPoint:
     Attributes:
         shape: how it was found.
         asked: the number of nodes that it may have.
-        nodes, depth: what it has, the root included in the nodes.
+        nodes, depth: what it has, the root included in the nodes; of adaptive trees the mean
+            number and the greatest depth.
         tree: its name.
         accept_length: mean, replayed on the traces.
-        step_seconds: median.
+        step_seconds: median; of adaptive trees the mean of what the built ones of their sizes take.
     """
 
     shape: TreeShape
     asked: int
-    nodes: int
+    nodes: float
     depth: int
     tree: str
     accept_length: float
@@ -93,7 +101,7 @@ class NodeSweep:
 
 def sweep_nodes(
     model: Medusa,
-    traces: Traces,
+    scored: ScoredTraces,
     counts: Sequence[int],
     where: str,
     report: Callable[[str], None],
@@ -101,6 +109,7 @@ def sweep_nodes(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> NodeSweep:
     """Times a step with the best built and the best dense tree for each number of nodes."""
+    traces = scored.traces
     assert model.heads is not None, "a sweep needs heads"
     trees = {ROOT_ONLY.name: ROOT_ONLY}
     chosen: list[tuple[TreeShape, int, Tree]] = []
@@ -120,6 +129,12 @@ def sweep_nodes(
         )
         for shape, asked, tree in chosen
     }  # fmt: skip
+    swept = list(points.values())
+    if scored.scores is not None:
+        timed = [point for point in swept if point.shape is TreeShape.BUILT]
+        swept += [
+            adaptive_point(traces, scored.scores, nodes, timed) for nodes in sorted({*counts} - {1})
+        ]
     origin = traces.provenance
     return NodeSweep(
         model=model.name,
@@ -128,8 +143,32 @@ def sweep_nodes(
         traces=f"{traces.positions} positions of {len(traces.texts)} greedy answers "
         f"(prompts {origin.prompts} {origin.prompts_digest})",
         plain_seconds=seconds[ROOT_ONLY.name],
-        points=tuple(points.values()),
+        points=tuple(swept),
         complete=not should_stop(),
+    )
+
+
+def adaptive_point(
+    traces: Traces, scores: Scores, nodes: int, built: Sequence[SweepPoint]
+) -> SweepPoint:
+    """Adaptive trees of `nodes` nodes in the mean, at most; a step's time is that of built trees.
+
+    Args:
+        built: timed points, between which times are interpolated.
+    """
+    share = threshold_for(traces, scores, nodes)
+    steps = list(replay_adaptive(traces, scores, at_least(share)))
+    timed = sorted((point.nodes, point.step_seconds) for point in built)
+    sizes = [step.nodes for step in steps]
+    seconds = np.interp(sizes, [n for n, _ in timed], [s for _, s in timed])
+    return SweepPoint(
+        shape=TreeShape.ADAPTIVE,
+        asked=nodes,
+        nodes=round(fmean(sizes), 2),
+        depth=max(step.depth for step in steps),
+        tree=f"adaptive_{nodes}",
+        accept_length=fmean(step.accept_length for step in steps),
+        step_seconds=float(seconds.mean()),
     )
 
 
@@ -159,7 +198,7 @@ def tables(sweep: NodeSweep) -> list[Table]:
     rows = tuple(
         (
             f"{point.tree}{' *' if point is sweep.best else ''}",
-            str(point.nodes),
+            f"{point.nodes:g}",
             str(point.depth),
             number(1000 * point.step_seconds, 1),
             number(point.step_seconds / sweep.plain_seconds),
@@ -171,7 +210,7 @@ def tables(sweep: NodeSweep) -> list[Table]:
         for point in sweep.of(shape)
     )
     best = sweep.best
-    verdict = f"{best.nodes} nodes, {sweep.speedup(best):.2f}x plain"
+    verdict = f"{best.nodes:g} nodes, {sweep.speedup(best):.2f}x plain"
     if best.nodes == 1:
         verdict = "plain decoding: no tree pays"
     columns = (
@@ -185,6 +224,11 @@ def tables(sweep: NodeSweep) -> list[Table]:
             (
                 f"* best on this machine: {verdict}",
                 "cost: of a step, over a plain one's; dense_2x1: the 2 best of head 1, 1 of head 2",
+                *(
+                    ["adaptive trees: mean nodes; their steps are timed as built ones of that size"]
+                    if sweep.of(TreeShape.ADAPTIVE)
+                    else []
+                ),
                 f"tokens per step replayed on {sweep.traces}",
                 *([] if sweep.complete else ["partial: interrupted, fewer rounds were timed"]),
             ),

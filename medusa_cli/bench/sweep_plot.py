@@ -10,7 +10,10 @@ from medusa_cli.bench.sweep_nodes import NodeSweep, SweepPoint, TreeShape
 from medusa_cli.bench.sweep_temperature import TemperaturePoint, TemperatureSweep
 from medusa_cli.config import Acceptance
 
-_COLORS = {"built": "#1f77b4", "dense": "#d95f02", "lossless": "#1f77b4", "typical": "#d95f02"}
+_COLORS = {
+    "built": "#1f77b4", "dense": "#d95f02", "adaptive": "#1b9e77",
+    "lossless": "#1f77b4", "typical": "#d95f02",
+}  # fmt: skip
 _ART_WIDTH, _ART_HEIGHT = 76, 14
 
 
@@ -24,7 +27,7 @@ def plot_nodes(sweep: NodeSweep, path: Path) -> None:
         (speed, "speed (tokens per second)", lambda p: p.tokens_per_second),
     ]
     for axes, label, value in curves:
-        for shape in TreeShape:
+        for shape in _shapes(sweep):
             points = _drawn(sweep, shape)
             axes.plot(
                 [p.nodes for p in points],
@@ -36,7 +39,7 @@ def plot_nodes(sweep: NodeSweep, path: Path) -> None:
             )
         counts = sorted({p.nodes for p in sweep.of(TreeShape.BUILT)})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(n) for n in counts])
+        axes.set_xticks(counts, [f"{n:g}" for n in counts])
         axes.minorticks_off()
         axes.set_xlabel("tree nodes, the root included")
         axes.set_ylabel(label)
@@ -46,7 +49,7 @@ def plot_nodes(sweep: NodeSweep, path: Path) -> None:
     best = sweep.best
     speed.plot(
         best.nodes, best.tokens_per_second, marker="*", markersize=14, color="black",
-        linestyle="none", label=f"best: nodes {best.nodes}, {sweep.speedup(best):.2f}x plain",
+        linestyle="none", label=f"best: nodes {best.nodes:g}, {sweep.speedup(best):.2f}x plain",
     )  # fmt: skip
     for axes, corner in ((cost, "upper left"), (gain, "lower right"), (speed, "lower left")):
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
@@ -97,7 +100,7 @@ def draw_nodes(sweep: NodeSweep) -> str:
             "nodes (log scale)",
             {
                 shape.value: [(p.nodes, value(p)) for p in _drawn(sweep, shape)]
-                for shape in TreeShape
+                for shape in _shapes(sweep)
             },
             log=True,
         )
@@ -115,8 +118,12 @@ def draw_temperatures(sweep: TemperatureSweep) -> str:
     return _art("mean accept length against temperature", "temperature", curves, log=False)
 
 
+def _shapes(sweep: NodeSweep) -> list[TreeShape]:
+    return [shape for shape in TreeShape if sweep.of(shape)]
+
+
 def _drawn(sweep: NodeSweep, shape: TreeShape) -> list[SweepPoint]:
-    """The points of one shape, with the root alone, which both shapes begin with."""
+    """The points of one shape, with the root alone, which all shapes begin with."""
     root = [p for p in sweep.points if p.nodes == 1]
     return root + [p for p in sweep.of(shape) if p.nodes > 1]
 

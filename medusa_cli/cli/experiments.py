@@ -30,8 +30,7 @@ from medusa_cli.cli.streams import Streams
 from medusa_cli.config import Acceptance, SamplingConfig
 from medusa_cli.decoding.adaptive import AUTO, AnyTree
 from medusa_cli.decoding.auto_tree import refresh_costs
-from medusa_cli.decoding.measured import load_traces
-from medusa_cli.decoding.traces import Traces
+from medusa_cli.decoding.measured import ScoredTraces, load_scored_traces
 from medusa_cli.decoding.tree import load_tree
 from medusa_cli.errors import MedusaError, UsageError
 from medusa_cli.models.loader import LoadOptions
@@ -103,11 +102,11 @@ def sweep_nodes(
         interruptible() as interrupts,
         BenchProgress(streams, None, quiet=request.loading.quiet) as progress,
     ):
-        traces = _traces(model, request, progress, interrupts)
-        if not traces.texts and interrupts():
+        scored = _traces(model, request, progress, interrupts)
+        if not scored.traces.texts and interrupts():
             raise KeyboardInterrupt
         sweep = nodes.sweep_nodes(
-            model, traces, counts, _where(model), progress.note, should_stop=interrupts
+            model, scored, counts, _where(model), progress.note, should_stop=interrupts
         )
         assert model.heads is not None, "traces need heads"
         refresh_costs(model.base, model.heads, lambda stage: progress.note(stage.text))
@@ -189,17 +188,17 @@ def _traces(
     request: BenchRequest,
     progress: BenchProgress,
     should_stop: Callable[[], bool],
-) -> Traces:
+) -> ScoredTraces:
     """The traces kept for these heads; measured now where there are none, or texts were named."""
     of = accuracy.measured_subject(model)
     if model.heads is None or of is None:
         raise UsageError("--sweep-nodes needs heads: give some with --heads")
-    kept = None if request.own_texts else load_traces(of)
+    kept = None if request.own_texts else load_scored_traces(of)
     if kept is not None:
         return kept
     questions = read_questions(request.prompts)
     prompts = accuracy.PromptSet(request.prompts, accuracy.prompts_digest(questions))
-    return accuracy.measure_accuracy(
+    found = accuracy.measure_heads(
         model,
         spread(questions, request.limit),
         request.max_new_tokens,
@@ -207,6 +206,8 @@ def _traces(
         lambda stage: progress.note(stage.text),
         should_stop,
     )
+    calibrated = found.calibrated()
+    return ScoredTraces(found.traces, None if calibrated is None else calibrated.scores)
 
 
 def _where(model: Medusa) -> str:

@@ -116,14 +116,14 @@ def make_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTraces:
-    """Traces with how sure the heads were along them."""
+    """Traces with how sure the heads were along them, where that was kept."""
 
     traces: Traces
-    scores: Scores
+    scores: Scores | None
 
 
 def load_scored_traces(of: Subject, report: Report = silent) -> ScoredTraces | None:
-    """Traces of a subject and the scores beside them, or None where there are not both.
+    """The traces of `load_traces`, with the scores beside them.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -131,12 +131,15 @@ def load_scored_traces(of: Subject, report: Report = silent) -> ScoredTraces | N
     for folder in _folders(of):
         path = folder / SCORES
         found = next(_found(of, TRACES, traces.from_json, report, (folder,)), None)
-        if found is not None and path.is_file():
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise traces.damaged(str(path), str(error)) from None
-            return ScoredTraces(found, scores.from_bytes(content, found, str(path)))
+        if found is None:
+            continue
+        if not path.is_file():
+            return ScoredTraces(found, None)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise traces.damaged(str(path), str(error)) from None
+        return ScoredTraces(found, scores.from_bytes(content, found, str(path)))
     return None
 
 

@@ -17,7 +17,7 @@ from medusa_cli.decoding.lookup import Guess
 from medusa_cli.decoding.traces import MISS, TextTrace, Traces, damaged
 
 FORMAT = "medusa-scores/1"
-MOST_NODES = 128  # of a replayed tree
+MOST_NODES = 256  # of a replayed tree
 HALVINGS = 20
 
 Grower = Callable[[Sequence[Sequence[Guess]], int], Expansion]

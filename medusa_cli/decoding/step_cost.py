@@ -70,11 +70,14 @@ class StepCosts:
         return self.verify[low] * (1 - share) + self.verify[high] * share
 
     def up_to(self, nodes: int) -> list[float]:
-        """Seconds to verify 0, 1, ..., `nodes` nodes; noise never makes a larger count cheaper."""
-        found = [0.0]
-        for n in range(1, nodes + 1):
-            found.append(max(found[-1], self.at(n)))
-        return found
+        """Seconds to verify 0, 1, ..., `nodes` nodes, which never fall.
+
+        What took longer than more nodes did was disturbed.
+        """
+        found = [self.at(n) for n in range(1, nodes + 1)]
+        for n in reversed(range(len(found) - 1)):
+            found[n] = min(found[n], found[n + 1])
+        return [0.0, *found]
 
     def drafting(self, heads: int) -> float:
         """Seconds of running the first `heads` heads."""

@@ -28,7 +28,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.models import base as base_module
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import KVCache
-from medusa_cli.models.cpu import attention, matmul
+from medusa_cli.models.cpu import attention, jobs, matmul
 from medusa_cli.models.cpu.engine import accelerate
 from medusa_cli.models.cpu.modules import (
     FloatLinear,
@@ -39,11 +39,13 @@ from medusa_cli.models.cpu.modules import (
     PackedLinear,
     RMSNorm,
 )
+from medusa_cli.models.cpu.pool import Pool
 from medusa_cli.models.cpu.tiles import int8_tile
 from medusa_cli.models.loader import LoadOptions
 
 CPU = torch.device("cpu")
 THREADS = 2
+POOL = Pool(THREADS, jobs.helper)
 TREE = static_tree("t", [[0], [1], [2], [0, 0], [1, 0], [1, 1], [0, 0, 0], [1, 1, 0]])
 LINEARS = [FloatLinear, Int8Linear]
 
@@ -99,7 +101,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("sizes", [(16, 16), (33, 51), (100, 7), (1, 1)])
 def test_a_packed_layer_computes_what_it_replaces(sizes: tuple[int, int], bias: bool) -> None:
     weight, offset = random(*sizes), random(sizes[0], seed=1) if bias else None
-    layer = FloatLinear(weight, offset, THREADS)
+    layer = FloatLinear(weight, offset, POOL)
     for rows in range(1, 14):
         x = random(rows, sizes[1], seed=rows)
         expected = nn.functional.linear(x, weight, offset)
@@ -110,7 +112,7 @@ def test_a_packed_layer_computes_what_it_replaces(sizes: tuple[int, int], bias: 
 @pytest.mark.parametrize("sizes", [(16, 16), (33, 51), (100, 7), (1, 1)])
 def test_int8_is_the_product_of_the_rounded_weights(sizes: tuple[int, int]) -> None:
     weight, bias = random(*sizes), random(sizes[0], seed=1)
-    layer = Int8Linear(weight, bias, THREADS)
+    layer = Int8Linear(weight, bias, POOL)
     rounded = layer.weight_rows(torch.arange(sizes[0]))
     scale = weight.abs().amax(dim=1, keepdim=True)
     assert ((rounded - weight).abs() <= scale / 127 * 0.501).all()
@@ -127,7 +129,7 @@ def test_int8_is_the_product_of_the_rounded_weights(sizes: tuple[int, int]) -> N
 def test_a_row_is_bit_identical_alone_and_beside_others(
     kind: type[PackedLinear], inputs: int
 ) -> None:
-    layer = kind(random(50, inputs), random(50, seed=1), THREADS)
+    layer = kind(random(50, inputs), random(50, seed=1), POOL)
     x = random(17, inputs, seed=2) * torch.logspace(-3, 3, 17)[:, None]
     alone = torch.cat([layer(x[i : i + 1]) for i in range(17)])
     for first in range(17):
@@ -137,13 +139,13 @@ def test_a_row_is_bit_identical_alone_and_beside_others(
 
 def test_sums_of_the_largest_numbers_do_not_overflow() -> None:
     inputs = 1500
-    layer = Int8Linear(torch.ones(3, inputs), None, THREADS)
+    layer = Int8Linear(torch.ones(3, inputs), None, POOL)
     torch.testing.assert_close(layer(torch.ones(1, inputs)), torch.full((1, 3), float(inputs)))
     assert matmul.activation_limit(inputs) * 127 * inputs < 2**31
 
 
 def test_rows_of_zeros_give_the_bias() -> None:
-    layer = Int8Linear(random(20, 8), random(20, seed=1), THREADS)
+    layer = Int8Linear(random(20, 8), random(20, seed=1), POOL)
     assert torch.equal(layer(torch.zeros(2, 8)), random(20, seed=1).expand(2, 20))
 
 
@@ -161,7 +163,7 @@ def test_the_portable_tile_computes_what_that_of_avx2_does() -> None:
             )  # fmt: skip
 
     weight, x = random(32, 40), random(1, 40, seed=1)
-    layer = Int8Linear(weight, None, THREADS)
+    layer = Int8Linear(weight, None, POOL)
     panels, scales = matmul.pack_int8(weight.numpy())
     whole, row_scales = np.zeros((1, 40), np.int16), np.empty(1, np.float32)
     matmul.quantize_rows(x.numpy(), matmul.activation_limit(40), whole, row_scales)
@@ -173,9 +175,9 @@ def test_the_portable_tile_computes_what_that_of_avx2_does() -> None:
 @pytest.mark.parametrize("kind", LINEARS)
 def test_rows_of_a_weight_pack_to_the_same_numbers(kind: type[PackedLinear]) -> None:
     """A draft vocabulary is made of rows of a packed LM head: they must not be rounded twice."""
-    layer, rows = kind(random(40, 24), None, THREADS), torch.tensor([3, 39, 17])
+    layer, rows = kind(random(40, 24), None, POOL), torch.tensor([3, 39, 17])
     x = random(2, 24, seed=1)
-    again = kind(layer.weight_rows(rows), None, THREADS)
+    again = kind(layer.weight_rows(rows), None, POOL)
     assert torch.equal(again(x), layer(x)[:, rows])
 
 
@@ -198,21 +200,20 @@ def attend(
     panels = np.zeros((heads, 32, dim, 8), np.float32)
     stored = np.zeros((heads, 256, padded), np.float32)
     attention.store_rows(panels, stored, keys.numpy(), values.numpy(), 0)
-    count = len(seen)
     context = rows - tree_rows
     paths = [[row for row in line if row >= context] for line in seen]
-    ends = np.array([sum(row < context for row in line) for line in seen])
-    ancestors = np.zeros((count, max(1, *map(len, paths))), np.int64)
-    for i, path in enumerate(paths):
-        ancestors[i, : len(path)] = path
-    lengths = np.array([len(path) for path in paths])
-    starts = np.zeros(count, np.int64)
-    if window is not None:
-        starts = np.maximum(starts, ends + lengths - window)
+    deepest = max(map(len, paths))
+    table = np.array(
+        [[context, len(path), *path, *[0] * (deepest - len(path))] for path in paths], np.int64
+    )
+    if tree_rows == 0:
+        table = np.zeros((0, 0), np.int64)
     out = torch.empty(queries.shape)
-    attention.attend(
-        queries.numpy(), panels, stored, starts, ends, ancestors, lengths,
-        np.float32(dim**-0.5), np.float32(softcap), out.numpy(), THREADS,
+    POOL.reserve(attention.scratch_elements(queries.shape[1], heads, 256, padded))
+    jobs.attend(
+        POOL.ready(), POOL.scratch, queries.numpy(), panels, stored.ctypes.data, stored.strides[0],
+        padded, rows, table, window or 0,
+        np.float32(dim**-0.5), np.float32(softcap), out.numpy(),
     )  # fmt: skip
     return out
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from medusa_cli.bench.roofline_report import Part
 from medusa_cli.models.base import BaseModel, Engine
 from medusa_cli.models.heads import Heads
 from medusa_cli.models.tree_mask import AttentionLayout, path_table, tree_mask
+
+if TYPE_CHECKING:
+    from medusa_cli.models.cpu.engine import CpuEngine
+    from medusa_cli.models.cpu.pool import Pool
 
 Run = Callable[[], object]
 
@@ -108,7 +112,9 @@ def attention_cases(
 ) -> Iterator[Case]:
     """The attention of all layers as the engine runs it, each layer on its own cached rows."""
     itemsize = noise.buffer.element_size()
-    make = _path_attention if engine.paths else _stock_attention
+    make: Callable[..., Run] = _stock_attention
+    if engine.paths:
+        make = partial(_path_attention, cast("CpuEngine", engine).pool)
     for batch, context, count in product(batches, contexts, nodes):
         columns = context + count
         # Stock attention repeats keys and values for each query head, and may store the scores.
@@ -143,7 +149,7 @@ def _stock_attention(
 
 
 def _path_attention(
-    noise: Noise, shape: AttentionShape, batch: int, context: int, count: int
+    pool: "Pool", noise: Noise, shape: AttentionShape, batch: int, context: int, count: int
 ) -> Run:
     from medusa_cli.models.cpu.cache import PanelCacheLayer
     from medusa_cli.models.cpu.paths import path_attention
@@ -157,7 +163,7 @@ def _path_attention(
     def run() -> None:
         for keys, values in stored:
             for _ in range(batch):
-                path_attention(None, query, keys, values, table, threads=torch.get_num_threads())
+                path_attention(None, query, keys, values, table, pool=pool)
 
     return run
 

@@ -9,10 +9,17 @@ Keys lie in panels of `LANES` rows, [H_kv, rows / 8, D, 8], so that scores are a
 """
 
 import numpy as np
-from numba import njit, prange, types
+from numba import carray, njit, types  # type: ignore[attr-defined]
 
 from medusa_cli.models.cpu.matmul import TILE, float_tiles
-from medusa_cli.models.cpu.tiles import LANES, PANELS, float_of_bits, multiply_add
+from medusa_cli.models.cpu.tiles import (
+    LANES,
+    PANELS,
+    float_of_bits,
+    floats_at,
+    ints_at,
+    multiply_add,
+)
 
 QUERIES = 16  # at a time: query heads that share a KV head, times rows
 BLOCK = 64  # rows of values at a time; they stay in the first-level cache
@@ -56,75 +63,92 @@ def move_rows(
                 )  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
-def attend(
-    queries,  # [N, H, D]
-    keys,  # [H_kv, P, D, LANES]
-    values,  # [H_kv, rows, D']
-    starts,  # [N], the first position that each row sees
-    ends,  # [N], the row behind the cached ones that each row sees
-    ancestors,  # [N, N] rows of the cache, each node's path from the root down, as far as ...
-    path_lengths,  # [N] ... this many; 0 where a row has no tree
-    scaling,
-    softcap,  # 0: none
-    out,  # [N, H, D]
-    threads,
-):
-    """Softmax attention; rows with a path must all have the same `ends`."""
-    count, heads, dim = queries.shape
-    kv_heads, padded = keys.shape[0], values.shape[2]
-    group = heads // kv_heads
+@njit
+def chunks(count, group):
+    """How many chunks of rows there are for a KV head that `group` query heads share."""
     at_once = max(1, QUERIES // group)
-    chunks = (count + at_once - 1) // at_once
-    tasks = kv_heads * chunks
-    width = keys.shape[1] * LANES
-    for t in prange(threads):
-        scaled = np.empty((at_once * group, dim), np.float32)
-        scores = np.empty((at_once * group, width), np.float32)
-        sums = np.empty((at_once * group, padded), np.float32)
-        totals = np.empty(at_once * group, np.float32)
-        zeros = np.zeros(TILE, np.float32)
-        for task in range(tasks * t // threads, tasks * (t + 1) // threads):
-            h, first = task // chunks, task % chunks * at_once
-            last = min(first + at_once, count)
-            rows = (last - first) * group
-            low, high, top = starts[first], ends[first], 0
-            for i in range(first, last):
-                low, high = min(low, starts[i]), max(high, ends[i])
-                top = max(top, ends[i])
-                if path_lengths[i] > 0:
-                    top = max(top, ancestors[i, path_lengths[i] - 1] + 1)
-                for g in range(group):
-                    for d in range(dim):
-                        scaled[(i - first) * group + g, d] = (
-                            queries[i, h * group + g, d] * scaling
-                        )  # fmt: skip
-            _score(scaled, keys[h], min(low, high), top, rows, scores, zeros)
-            for q in range(rows):
-                i = first + q // group
-                totals[q] = _weigh(
-                    scores[q], min(low, high), starts[i], ends[i], high,
-                    ancestors[i, : path_lengths[i]], softcap,
-                )  # fmt: skip
-            sums[:rows] = 0
-            _gather(scores, values[h], min(low, high), high, rows, sums)
-            for q in range(rows):
-                i = first + q // group
-                for n in range(path_lengths[i]):
-                    weight = scores[q, high + n]
-                    for d in range(padded):
-                        sums[q, d] = multiply_add(weight, values[h, ancestors[i, n], d], sums[q, d])
-                for d in range(dim):
-                    out[i, h * group + q % group, d] = sums[q, d] / totals[q]
+    return (count + at_once - 1) // at_once
+
+
+def scratch_elements(heads: int, kv_heads: int, rows: int, padded: int) -> int:
+    """Floats that a thread works in: queries, scores and sums of one chunk, over `rows` rows."""
+    group = heads // kv_heads
+    return max(1, QUERIES // group) * group * (rows + 2 * padded)
 
 
 @njit
-def _score(scaled, keys, low, top, rows, scores, zeros):
+def piece(arguments, number, thread):
+    """One chunk of rows for one KV head; arguments as `jobs.attend` writes them."""
+    count, heads, dim, kv_heads = arguments[7], arguments[8], arguments[9], arguments[10]
+    width, head_bytes, padded = arguments[11], arguments[12], arguments[13]
+    columns, window = arguments[15], arguments[16]
+    factors = arguments[17:18].view(np.float32)
+    scaling, softcap = factors[0], factors[1]
+    group = heads // kv_heads
+    at_once = max(1, QUERIES // group)
+    h, first = number // chunks(count, group), number % chunks(count, group) * at_once
+    last = min(first + at_once, count)
+    total = (last - first) * group
+
+    queries = carray(floats_at(arguments[0]), (count, heads, dim))
+    keys = carray(floats_at(arguments[1] + 4 * h * width * dim), (width // LANES, dim, LANES))
+    values = carray(floats_at(arguments[2] + h * head_bytes), (width, padded))
+    table = carray(ints_at(arguments[3]), (count, columns))
+    out = carray(floats_at(arguments[4]), (count, heads, dim))
+    scratch = arguments[5] + thread * arguments[6]
+    scores = carray(floats_at(scratch), (total, width))
+    sums = carray(floats_at(scratch + 4 * total * width), (total, padded))
+    scaled = carray(floats_at(scratch + 4 * total * (width + padded)), (total, dim))
+
+    low, high, top = width, 0, 0
+    for i in range(first, last):
+        start, end, length = _sight(table, i, arguments[14] - count, window)
+        low, high = min(low, start), max(high, end)
+        top = max(top, end if length == 0 else table[i, 1 + length] + 1)
+        for g in range(group):
+            for d in range(dim):
+                scaled[(i - first) * group + g, d] = queries[i, h * group + g, d] * scaling
+    low = min(low, high)
+    _score(scaled, keys, low, top, scores)
+    sums[:] = 0
+    for q in range(total):
+        i = first + q // group
+        start, end, length = _sight(table, i, arguments[14] - count, window)
+        # The sum of the weights waits in the output's first place.
+        out[i, h * group + q % group, 0] = _weigh(
+            scores[q], low, start, end, high, table[i, 2 : 2 + length], softcap
+        )
+    _gather(scores, values, low, high, sums)
+    for q in range(total):
+        i = first + q // group
+        for n in range(_sight(table, i, arguments[14] - count, window)[2]):
+            weight, row = scores[q, high + n], table[i, 2 + n]
+            for d in range(padded):
+                sums[q, d] = multiply_add(weight, values[row, d], sums[q, d])
+        weights = out[i, h * group + q % group, 0]
+        for d in range(dim):
+            out[i, h * group + q % group, d] = sums[q, d] / weights
+
+
+@njit
+def _sight(table, i, context, window):
+    """What row i sees: the first position, the row behind the cached ones, the path's length."""
+    if table.shape[1] == 0:
+        end, length = context + i + 1, 0
+    else:
+        end, length = table[i, 0], table[i, 1]
+    start = max(0, end + length - window) if window > 0 else 0
+    return start, end, length
+
+
+@njit
+def _score(scaled, keys, low, top, scores):
     """scores[q, j] = scaled[q] . key j for j from `low` (or some before it) up to `top`."""
+    zeros = np.zeros(TILE, np.float32)
     panel = keys.shape[1] * 4 * LANES
     for tile in range(low // TILE, (top + TILE - 1) // TILE):
         float_tiles(
-            rows, scaled.ctypes.data, scaled.strides[0],
+            len(scaled), scaled.ctypes.data, scaled.strides[0],
             keys.ctypes.data + tile * PANELS * panel, panel, 4 * LANES, keys.shape[1],
             zeros.ctypes.data, 0, scores.ctypes.data + tile * 4 * TILE, scores.strides[0],
         )  # fmt: skip
@@ -182,7 +206,7 @@ def _sum(x):
 
 
 @njit
-def _gather(scores, values, low, high, rows, sums):
+def _gather(scores, values, low, high, sums):
     """sums[q] += the values of the rows `low` to `high`, weighted."""
     row = values.strides[0]
     for block in range(low, high, BLOCK):
@@ -190,7 +214,7 @@ def _gather(scores, values, low, high, rows, sums):
         for tile in range(values.shape[1] // TILE):
             target = sums.ctypes.data + tile * 4 * TILE
             float_tiles(
-                rows, scores.ctypes.data + block * 4, scores.strides[0],
+                len(sums), scores.ctypes.data + block * 4, scores.strides[0],
                 values.ctypes.data + block * row + tile * 4 * TILE, 4 * LANES, row, steps,
                 target, sums.strides[0], target, sums.strides[0],
             )  # fmt: skip

@@ -10,13 +10,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numba
 import torch
 from torch import Tensor, nn
 
 from medusa_cli.models.base import BaseModel, Engine
 from medusa_cli.models.cache import KVCache, TreeCacheLayer
 from medusa_cli.models.cpu.cache import PanelCacheLayer
+from medusa_cli.models.cpu.jobs import helper
 from medusa_cli.models.cpu.modules import (
     FloatLinear,
     FusedAttention,
@@ -27,6 +27,7 @@ from medusa_cli.models.cpu.modules import (
     RMSNorm,
 )
 from medusa_cli.models.cpu.paths import path_attention
+from medusa_cli.models.cpu.pool import Pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,11 +41,11 @@ class CpuEngine(Engine):
 
     own_threads = True
 
-    def __init__(self, int8: bool, threads: int, *, paths: bool) -> None:
+    def __init__(self, int8: bool, pool: Pool, *, paths: bool) -> None:
         self.name = f"cpu {'int8' if int8 else 'float32'}"
         self.paths = paths
         self.cache_layer = PanelCacheLayer if paths else TreeCacheLayer
-        self._linear, self._threads = Int8Linear if int8 else FloatLinear, threads
+        self.pool, self._linear = pool, Int8Linear if int8 else FloatLinear
 
     def pack(self, module: nn.Module) -> nn.Module:
         """Packs the linear layers of a module, or a linear layer itself.
@@ -64,10 +65,10 @@ class CpuEngine(Engine):
         from transformers.pytorch_utils import Conv1D
 
         if type(module) is nn.Linear:
-            return self._linear(module.weight, module.bias, self._threads)
+            return self._linear(module.weight, module.bias, self.pool)
         if type(module) is Conv1D:
             weight, bias = cast(tuple[Tensor, Tensor], (module.weight, module.bias))
-            return self._linear(weight.T, bias, self._threads)
+            return self._linear(weight.T, bias, self.pool)
         return module
 
 
@@ -89,19 +90,18 @@ def accelerate(module: "PreTrainedModel", *, int8: bool, threads: int) -> BaseMo
     Raises:
         UnsupportedModelError: rows of the model's state cannot be rolled back.
     """
-    threads = min(threads, numba.get_num_threads())
-    numba.set_num_threads(threads)
+    pool = Pool(threads, helper)
     stock = _probe(BaseModel(module))
     _replace(module, _rms_norm)
     _replace(module, _fused_mlp)
-    engine = CpuEngine(int8, threads, paths=True)
+    engine = CpuEngine(int8, pool, paths=True)
     before = module.config._attn_implementation
-    _register_paths(module, threads)
+    _register_paths(module, pool)
     if _agree(_probe(BaseModel(module, engine)), stock):
-        fused = partial(_fused_attention, attention=partial(path_attention, threads=threads))
+        fused = partial(_fused_attention, attention=partial(path_attention, pool=pool))
         _replace(module, fused, lambda: _agree(_probe(BaseModel(module, engine)), stock))
     else:
-        engine = CpuEngine(int8, threads, paths=False)
+        engine = CpuEngine(int8, pool, paths=False)
         module.set_attn_implementation(before)
     embedding, lm_head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = type(embedding) is nn.Embedding and embedding.weight is lm_head.weight
@@ -123,13 +123,13 @@ def _probe(base: BaseModel) -> Tensor:  # [6, V]
     return torch.cat([prompt.logits, tree.logits])
 
 
-def _register_paths(module: "PreTrainedModel", threads: int) -> None:
+def _register_paths(module: "PreTrainedModel", pool: Pool) -> None:
     """Makes the model's attention modules call `path_attention`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    name = f"medusa-paths-{threads}"
-    AttentionInterface.register(name, partial(path_attention, threads=threads))
+    name = f"medusa-paths-{pool.threads}"
+    AttentionInterface.register(name, partial(path_attention, pool=pool))
     AttentionMaskInterface.register(name, sdpa_mask)  # read with other caches than ours only
     module.set_attn_implementation(name)
 

@@ -1,4 +1,4 @@
-"""Matrix products on packed weights, float32 and int8, spread over threads.
+"""Matrix products on packed weights, float32 and int8, piece by piece.
 
 Packing turns a weight [M, K] into panels of `LANES` output channels: [M / 8, K, 8] in float32, and
 for int8 [M / 8, K / 2, 8, 2], two inputs side by side. M is padded with zeros to whole tiles.
@@ -7,7 +7,7 @@ for int8 [M / 8, K / 2, 8, 2], two inputs side by side. M is padded with zeros t
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
 from medusa_cli.models.cpu.tiles import LANES, PANELS, float_tile, int8_tile
@@ -45,33 +45,25 @@ def float_tiles(rows, x, x_row, w, w_panel, w_step, steps, start, start_row, out
         i += n
 
 
-@njit(parallel=True, cache=True)
-def matmul_float(
-    x,  # [N, K] float32
-    w,  # [P, K, LANES] float32
-    bias,  # [P * LANES] float32
-    out,  # [N, P * LANES] float32
-    threads,
-):
-    """out = x @ w.T + bias."""
-    rows, steps = x.shape
-    x_row, out_row = x.strides[0], out.strides[0]
-    panel, tiles = steps * _VECTOR_BYTES, w.shape[0] // PANELS
-    for t in prange(threads):
-        for tile in range(tiles * t // threads, tiles * (t + 1) // threads):
-            channels = tile * PANELS * _VECTOR_BYTES
-            float_tiles(
-                rows, x.ctypes.data, x_row,
-                w.ctypes.data + tile * PANELS * panel, panel, _VECTOR_BYTES, steps,
-                bias.ctypes.data + channels, 0, out.ctypes.data + channels, out_row,
-            )  # fmt: skip
+@njit
+def float_piece(a, piece):
+    """One piece of x @ w.T + bias in float32; arguments as `jobs.matmul_float` writes them."""
+    x, x_row, rows, steps, w = a[0], a[1], a[2], a[3], a[4]
+    bias, out, out_row, tiles, pieces = a[5], a[6], a[7], a[8], a[9]
+    panel = steps * _VECTOR_BYTES
+    for tile in range(tiles * piece // pieces, tiles * (piece + 1) // pieces):
+        channels = tile * PANELS * _VECTOR_BYTES
+        float_tiles(
+            rows, x, x_row, w + tile * PANELS * panel, panel, _VECTOR_BYTES, steps,
+            bias + channels, 0, out + channels, out_row,
+        )  # fmt: skip
 
 
 @njit(cache=True)
 def quantize_rows(
     x,  # [N, K] float32
     limit,
-    quantized,  # [N, K or K + 1] int16
+    quantized,  # [N, K] int16, or [N, K + 1] with a zero at the end
     scales,  # [N] float32
 ):
     """Scales each row by its own largest magnitude to whole numbers within `limit`."""
@@ -83,41 +75,33 @@ def quantize_rows(
         scales[i] = largest / np.float32(limit)
         for k in range(x.shape[1]):
             quantized[i, k] = np.int16(np.floor(x[i, k] * scale + np.float32(0.5)))
+        quantized[i, x.shape[1] :] = 0
 
 
-@njit(parallel=True, cache=True)
-def matmul_int8(
-    x,  # [N, K] int16, from `quantize_rows`; K is even
-    row_scales,  # [N] float32
-    w,  # [P, K / 2, LANES, 2] int8
-    scales,  # [P * LANES] float32
-    bias,  # [P * LANES] float32
-    out,  # [N, P * LANES] float32
-    threads,
-):
-    """out = (x @ w.T) * scales * row_scales + bias."""
-    rows, steps = x.shape[0], w.shape[1]
-    x_row, out_row = x.strides[0], out.strides[0]
-    panel, tiles = steps * 2 * LANES, w.shape[0] // PANELS
-    for t in prange(threads):
-        for tile in range(tiles * t // threads, tiles * (t + 1) // threads):
-            channels = tile * PANELS * _VECTOR_BYTES
-            a, r, c = x.ctypes.data, row_scales.ctypes.data, out.ctypes.data + channels
-            v = w.ctypes.data + tile * PANELS * panel
-            s, b = scales.ctypes.data + channels, bias.ctypes.data + channels
-            left = rows
-            while left > 0:
-                n = rows_at_once(left)
-                if n == 4:
-                    _int8_4(a, x_row, v, panel, steps, s, r, b, c, out_row)
-                elif n == 3:
-                    _int8_3(a, x_row, v, panel, steps, s, r, b, c, out_row)
-                elif n == 2:
-                    _int8_2(a, x_row, v, panel, steps, s, r, b, c, out_row)
-                else:
-                    _int8_1(a, x_row, v, panel, steps, s, r, b, c, out_row)
-                a, c, r = a + n * x_row, c + n * out_row, r + n * _FLOAT_BYTES
-                left -= n
+@njit
+def int8_piece(a, piece):
+    """One piece of x @ w.T + bias in int8; arguments as `jobs.matmul_int8` writes them."""
+    first_x, x_row, rows, steps, w = a[0], a[1], a[2], a[3], a[4]
+    bias, out, out_row, tiles, pieces = a[5], a[6], a[7], a[8], a[9]
+    scales, row_scales = a[10], a[11]
+    panel = steps * 2 * LANES
+    for tile in range(tiles * piece // pieces, tiles * (piece + 1) // pieces):
+        channels = tile * PANELS * _VECTOR_BYTES
+        x, r, c = first_x, row_scales, out + channels
+        v, s, b = w + tile * PANELS * panel, scales + channels, bias + channels
+        left = rows
+        while left > 0:
+            n = rows_at_once(left)
+            if n == 4:
+                _int8_4(x, x_row, v, panel, steps, s, r, b, c, out_row)
+            elif n == 3:
+                _int8_3(x, x_row, v, panel, steps, s, r, b, c, out_row)
+            elif n == 2:
+                _int8_2(x, x_row, v, panel, steps, s, r, b, c, out_row)
+            else:
+                _int8_1(x, x_row, v, panel, steps, s, r, b, c, out_row)
+            x, c, r = x + n * x_row, c + n * out_row, r + n * _FLOAT_BYTES
+            left -= n
 
 
 def pack_float(

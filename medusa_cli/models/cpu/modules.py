@@ -5,11 +5,11 @@ Each computes what the module that it replaces computes, up to rounding; `engine
 
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.models.cpu import matmul, rows
+from medusa_cli.models.cpu import jobs, matmul, rows
+from medusa_cli.models.cpu.pool import Pool
 
 
 class PackedLinear(nn.Module):
@@ -17,12 +17,12 @@ class PackedLinear(nn.Module):
 
     Attributes:
         in_features, out_features: as in `nn.Linear`.
-        threads: that a product is spread over.
+        pool: the threads that a product is spread over.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: Tensor | None, threads: int):
+    def __init__(self, in_features: int, out_features: int, bias: Tensor | None, pool: Pool):
         super().__init__()
-        self.in_features, self.out_features, self.threads = in_features, out_features, threads
+        self.in_features, self.out_features, self.pool = in_features, out_features, pool
         padded = torch.zeros(-(-out_features // matmul.TILE) * matmul.TILE)
         if bias is not None:
             padded[:out_features] = bias.detach()
@@ -48,8 +48,8 @@ class PackedLinear(nn.Module):
 class FloatLinear(PackedLinear):
     """Packed float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, threads: int) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias, threads)
+    def __init__(self, weight: Tensor, bias: Tensor | None, pool: Pool) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias, pool)
         self._panels = matmul.pack_float(weight.detach().numpy())
         self.register_buffer("panels", torch.from_numpy(self._panels))
 
@@ -59,14 +59,15 @@ class FloatLinear(PackedLinear):
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """out = x @ weight.T + bias, the outputs padded to whole tiles."""
-        matmul.matmul_float(x.numpy(), self._panels, self._bias, out.numpy(), self.threads)
+        job, threads = self.pool.ready(), self.pool.threads
+        jobs.matmul_float(job, threads, x.numpy(), self._panels, self._bias, out.numpy())
 
 
 class Int8Linear(PackedLinear):
     """8-bit weights scaled by channel, 16-bit activations scaled by row."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, threads: int) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias, threads)
+    def __init__(self, weight: Tensor, bias: Tensor | None, pool: Pool) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias, pool)
         self._panels, self._scales = matmul.pack_int8(weight.detach().float().numpy())
         self.register_buffer("panels", torch.from_numpy(self._panels))
         self.register_buffer("scales", torch.from_numpy(self._scales))
@@ -79,12 +80,10 @@ class Int8Linear(PackedLinear):
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """out = x @ weight.T + bias, the outputs padded to whole tiles."""
-        whole = np.zeros((x.shape[0], 2 * self._panels.shape[1]), dtype=np.int16)
-        row_scales = np.empty(x.shape[0], dtype=np.float32)
-        matmul.quantize_rows(x.numpy(), self._limit, whole, row_scales)
-        matmul.matmul_int8(
-            whole, row_scales, self._panels, self._scales, self._bias, out.numpy(), self.threads
-        )
+        jobs.matmul_int8(
+            self.pool.ready(), self.pool.threads,
+            x.numpy(), self._limit, self._panels, self._scales, self._bias, out.numpy(),
+        )  # fmt: skip
 
 
 class PackedEmbedding(nn.Module):

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from medusa_cli.models.cpu.attention import attend
+from medusa_cli.models.cpu.attention import scratch_elements
 from medusa_cli.models.cpu.cache import is_panels
+from medusa_cli.models.cpu.jobs import attend
+from medusa_cli.models.cpu.pool import Pool
+
+NO_TABLE = torch.zeros(0, 0, dtype=torch.int64)
 
 
 def path_attention(
@@ -21,7 +25,7 @@ def path_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    threads: int = 1,
+    pool: Pool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Attention of N new rows, [1, N, H, D]: along paths with a table, else causal.
@@ -32,29 +36,28 @@ def path_attention(
         arguments |= {"scaling": scaling, "dropout": dropout}
         found = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         return cast(tuple[Tensor, None], found)
-    queries = query[0].transpose(0, 1)  # [N, H, D]
-    count, _, dim = queries.shape
-    if attention_mask is None or attention_mask.dtype is torch.bool:
-        ends = np.arange(value.shape[2] - count + 1, value.shape[2] + 1)
-        lengths, paths = np.zeros(count, dtype=np.int64), np.zeros((count, 1), dtype=np.int64)
-    else:
-        table = attention_mask[0, 0].numpy()
-        ends, lengths, paths = table[:, 0].copy(), table[:, 1].copy(), table[:, 2:].copy()
-    starts = np.zeros(count, dtype=np.int64)
-    if sliding_window is not None:
-        starts = np.maximum(starts, ends + lengths - sliding_window)
+    assert pool is not None
+    queries = query[0].transpose(0, 1).contiguous()  # [N, H, D]
+    _, heads, dim = queries.shape
+    table = NO_TABLE
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        table = attention_mask[0, 0]
     out = torch.empty(1, *queries.shape)
+    kv_heads, rows = value.shape[1], key.shape[2] * key.shape[4]
+    pool.reserve(scratch_elements(heads, kv_heads, rows, value.shape[3]))
     attend(
+        pool.ready(),
+        pool.scratch,
         queries.numpy(),
         key[0].numpy(),
-        value[0].numpy(),
-        starts,
-        ends,
-        paths,
-        lengths,
+        value.data_ptr(),
+        value.stride(1) * value.element_size(),
+        value.shape[3],
+        value.shape[2],
+        table.numpy(),
+        sliding_window or 0,
         np.float32(dim**-0.5 if scaling is None else scaling),
         np.float32(softcap or 0),
         out[0].numpy(),
-        threads,
     )
     return out, None

@@ -135,6 +135,26 @@ def float_of_bits(_ctx, _bits):
 
 
 @intrinsic
+def floats_at(_ctx, _address):
+    """A pointer to float32 numbers."""
+
+    def codegen(_context, builder, _signature, values):
+        return builder.inttoptr(values[0], _F32.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), codegen
+
+
+@intrinsic
+def ints_at(_ctx, _address):
+    """A pointer to 64-bit whole numbers."""
+
+    def codegen(_context, builder, _signature, values):
+        return builder.inttoptr(values[0], _I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
+
+
+@intrinsic
 def multiply_add(_ctx, _a, _b, _c):
     """a * b + c with one rounding, as the tiles add."""
 

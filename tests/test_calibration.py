@@ -39,6 +39,7 @@ from medusa_cli.training.calibrating import (
     Evidence,
     evidence_of,
     fit,
+    joined,
     log_probs,
     loss,
 )
@@ -96,6 +97,15 @@ def test_positions_count_as_much_as_decoding_looks_there() -> None:
     assert fit(evidence).points[0].temperatures[1] == pytest.approx(1.0, rel=0.25)
     alone = evidence_of(logits[1:], uniform_base(rows + 1, 50), second[None], None)
     assert fit(alone).points[0].temperatures[0] > 1.5, "had every position counted the same"
+
+
+def test_positions_without_weight_are_left_out() -> None:
+    logits = made_up(1, 4000)
+    truth = drawn(logits, 2.0, seed=1)
+    good = evidence_of(logits, uniform_base(4001, 50), truth, None)
+    loop = evidence_of(logits, uniform_base(4001, 50), logits.argmax(-1), None, weight=0.0)
+    assert fit(joined([good, loop])) == fit(good)
+    assert fit(loop).points[0].temperatures[0] == TEMPERATURES[0], "better than nothing"
 
 
 def test_fitted_temperatures_lose_least() -> None:

@@ -50,8 +50,9 @@ def test_the_command_line_gives_the_same_text(
     report = json.loads(done.stdout)
     assert report["token_ids"] == sky_ids
     assert report["text"] == model.tokenizer.decode(sky_ids, skip_special_tokens=True)
-    assert report["tree"]["name"] == (tree or "smollm2_135m_7")
-    assert report["accept"]["mean"] > (1.4 if tree else 1.2)
+    assert report["tree"]["name"] == (tree or "auto")
+    # What the adaptive tree finds worth its time differs from machine to machine.
+    assert report["accept"]["mean"] > (1.4 if tree else 1.0)
     assert report["finish_reason"] == "eos"
 
 

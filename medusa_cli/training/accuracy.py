@@ -21,6 +21,7 @@ from medusa_cli.models.heads import Heads
 from medusa_cli.models.progress import Report, Stage, silent
 from medusa_cli.session import Medusa
 from medusa_cli.text.events import Result
+from medusa_cli.text.loops import loop_period
 from medusa_cli.text.prompt_files import Question, questions_sha256
 from medusa_cli.training.calibrating import Evidence, evidence_of, fit, joined, log_probs
 
@@ -160,7 +161,9 @@ def _conversation(
             text += _behind_the_end(model, text, heads.info.num_heads - 1, cache)
         ranks: list[tuple[int, ...]] = []
         evidence: list[Evidence] = []
-        for rows, part in _read(model, heads, text, len(ids), len(result.token_ids) - 1, cache):
+        weight = 0.0 if loop_period(result.token_ids) is not None else 1.0
+        positions = len(result.token_ids) - 1
+        for rows, part in _read(model, heads, text, len(ids), positions, weight, cache):
             ranks += rows
             evidence.append(part)
         trace = TextTrace(
@@ -181,7 +184,13 @@ def _behind_the_end(model: Medusa, text: list[int], tokens: int, cache: KVCache)
 
 
 def _read(
-    model: Medusa, heads: Heads, text: list[int], start: int, positions: int, cache: KVCache
+    model: Medusa,
+    heads: Heads,
+    text: list[int],
+    start: int,
+    positions: int,
+    weight: float,
+    cache: KVCache,
 ) -> Iterator[tuple[list[tuple[int, ...]], Evidence]]:
     """Ranks and evidence at `positions` positions, the token at `start` being the first pending.
 
@@ -203,7 +212,7 @@ def _read(
         ready = len(hidden) if at_end else max(0, len(hidden) - num_heads)
         rows = min(ready, start + positions - first)
         if rows > 0:
-            yield _judged(heads, hidden[:rows], logits, padded, first, len(text))
+            yield _judged(heads, hidden[:rows], logits, padded, first, len(text), weight)
         waiting = [ForwardOutput(hidden[ready:], logits[ready:])]
         first += ready
 
@@ -215,6 +224,7 @@ def _judged(
     padded: list[int],
     first: int,
     end: int,
+    weight: float,
 ) -> tuple[list[tuple[int, ...]], Evidence]:
     """Ranks and evidence at R positions from `first` on, in a text that ends before `end`."""
     rows, num_heads = len(hidden), heads.info.num_heads
@@ -232,4 +242,4 @@ def _judged(
     known = [
         tuple(row[: end - t - 1]) for t, row in enumerate(ranks.T.tolist(), start=first)
     ]  # host sync
-    return known, evidence_of(logits, base_logits, true, heads.draft_token_ids)
+    return known, evidence_of(logits, base_logits, true, heads.draft_token_ids, weight)

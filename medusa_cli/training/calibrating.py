@@ -4,12 +4,15 @@ What decides a tree is the probability of a whole path: the product of each head
 that the heads before it are right. So a position counts for head k as much as the heads before it
 would have made decoding look there: by the calibrated probability of the true path so far.
 
+Answers that run in circles are left out: there even the deepest head is always right, which says
+nothing of other text.
+
 Above temperature 0 the truth is the base model's distribution at that temperature, at each position
 of the greedy text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +39,7 @@ class Evidence:
     truth: Tensor  # [P, K], the logit of the greedy token; -inf where it cannot be drafted
     covered: Tensor  # [P, K, S], probability of the tokens that can be drafted
     stated: Tensor  # [P, K, S], sum of probability times logit over them
+    weights: Tensor  # [P], 0 where a position is left out of the fit
 
     def __post_init__(self) -> None:
         assert self.truth.shape == self.known.shape == self.best.shape[:2]
@@ -46,6 +50,7 @@ def evidence_of(
     base_logits: Tensor,  # [R + K, V] or fewer: row r + k chose the token that head k guesses at r
     truth: Tensor,  # [K, R], the greedy tokens; negative where there is none
     draft_token_ids: Tensor | None,  # [V']
+    weight: float = 1.0,
 ) -> Evidence:
     """The evidence of R positions in a row."""
     heads, rows, vocabulary = logits.shape
@@ -80,6 +85,7 @@ def evidence_of(
         stated_truth.T.cpu(),
         torch.stack(covered, dim=-1).transpose(0, 1).cpu(),
         torch.stack(stated, dim=-1).transpose(0, 1).cpu(),
+        torch.full((rows,), weight),
     )
 
 
@@ -90,7 +96,12 @@ def joined(parts: Sequence[Evidence]) -> Evidence:
 
 
 def fit(evidence: Evidence) -> Calibration:
-    """The temperature of each head with the least loss, and its coverage."""
+    """The temperature of each head with the least loss, and its coverage.
+
+    Where every position is left out, all of them count after all.
+    """
+    if not evidence.weights.any():
+        evidence = replace(evidence, weights=torch.ones_like(evidence.weights))
     return Calibration(
         tuple(_fit_at(evidence, s, value) for s, value in enumerate(SAMPLING_TEMPERATURES))
     )
@@ -116,7 +127,7 @@ def loss(evidence: Evidence, point: HeadCalibration, *, by_path: bool = True) ->
         by_path: weigh positions as `fit` does, with `point`'s own probabilities.
     """
     s = SAMPLING_TEMPERATURES.index(point.sampling_temperature)
-    weights = torch.ones(len(evidence.known))
+    weights = evidence.weights
     losses = []
     for k, temperature in enumerate(point.temperatures):
         w = weights * evidence.known[:, k]
@@ -130,7 +141,7 @@ def loss(evidence: Evidence, point: HeadCalibration, *, by_path: bool = True) ->
 
 
 def _fit_at(evidence: Evidence, s: int, sampling_temperature: float) -> HeadCalibration:
-    weights = torch.ones(len(evidence.known))
+    weights = evidence.weights
     temperatures: list[float] = []
     coverages: list[float] = []
     for k in range(evidence.known.shape[1]):

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from medusa_cli.decoding.expansion import Expansion, Guesses, best_plan, grow
+from medusa_cli.decoding.expansion import Expansion, Guesses, SizeCosts, best_plan, grow
 
 Path = tuple[int, ...]
 
@@ -79,7 +79,7 @@ def test_the_size_is_the_best_of_all_trees() -> None:
             # The likeliest n - 1 nodes are prefix-closed, so no other set of that size has more.
             likeliest = sorted(every.values(), reverse=True)[: n - 1]
             best = max(best, (1 + sum(likeliest)) / (spent + costs[n]))
-        plan = best_plan(Guesses(heads), 7, 3, costs, spent)
+        plan = best_plan(Guesses(heads), 7, 3, SizeCosts(costs), spent)
         assert plan.rate == pytest.approx(best)
         assert plan.tokens == pytest.approx(plan.tree.expected)
         assert plan.seconds == spent + costs[plan.tree.nodes]
@@ -90,8 +90,8 @@ def test_the_size_is_the_best_of_all_trees() -> None:
 def test_a_jump_in_cost_is_looked_beyond() -> None:
     heads = [[(0.2, token) for token in range(5)]]
     dear, cheap_after = [0.0, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5], [0.0, 1.0, 1.1, 2.0, 2.0, 2.0, 2.0]
-    assert best_plan(Guesses(heads), 7, 1, dear).tree.nodes == 6
-    assert best_plan(Guesses(heads), 7, 1, cheap_after).tree.nodes == 2
+    assert best_plan(Guesses(heads), 7, 1, SizeCosts(dear)).tree.nodes == 6
+    assert best_plan(Guesses(heads), 7, 1, SizeCosts(cheap_after)).tree.nodes == 2
 
 
 def test_a_branch_grows_beyond_the_heads_and_shares_their_nodes() -> None:

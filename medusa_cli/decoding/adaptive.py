@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medusa_cli.decoding.calibration import Calibration, HeadCalibration
 from medusa_cli.decoding.drafting import Draft, Drafter, to_draft
-from medusa_cli.decoding.expansion import Expansion, Guesses, Plan, best_plan
+from medusa_cli.decoding.expansion import Expansion, Guesses, Plan, SizeCosts, best_plan
 from medusa_cli.decoding.lookup import Guess, Lookup
 from medusa_cli.decoding.step_cost import StepCosts
 from medusa_cli.decoding.tree import ROOT_ONLY, Tree
@@ -146,9 +146,9 @@ class AdaptiveDrafting:
         self._drafter, self._lookup = drafter, lookup
         self._root = tree_buffers(ROOT_ONLY, device)
         self._calibration: HeadCalibration = tree.calibration.at(sampling_temperature)
-        self._costs = tree.costs.up_to(tree.nodes)
+        self._costs = SizeCosts(tree.costs.up_to(tree.nodes))
         self._head_costs = [tree.costs.drafting(heads) for heads in range(tree.heads + 1)]
-        plain = self._costs[1]
+        plain = self._costs.seconds[1]
         longest = round(self._head_costs[-1] / (LOST_SHARE * plain))
         self._pauses, self._trust = Pauses(max(1, longest)), Trust()
         self._tree: Expansion | None = None

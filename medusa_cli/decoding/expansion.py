@@ -8,20 +8,16 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from operator import itemgetter
 
 from medusa_cli.decoding.lookup import Guess
 
 MOST_SURE = 0.999  # no candidate takes all of the probability from its siblings
 
 
-class _Sibling(NamedTuple):
-    """One child of a node: its probability if the node is right, the heads' claim of that."""
-
-    share: float
-    claim: float
-    token: int
-    on_branch: bool
+# A child of a node: its probability if the node is right, the heads' claim of that, its token, and
+# whether it is on the lookup branch. A plain tuple: at each step some dozens are made.
+_Sibling = tuple[float, float, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +101,28 @@ class Plan:
         return self.tokens / self.seconds
 
 
+class SizeCosts:
+    """What steps over 1, 2, ... nodes cost.
+
+    Args:
+        seconds: of a step over 0, 1, 2, ... nodes; they do not fall.
+    """
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self.seconds = seconds
+        self.most = len(seconds) - 1
+        # [n], the least that a node above n costs, however many of them are taken
+        self.further = [
+            min(
+                ((seconds[m] - seconds[n]) / (m - n) for m in range(n + 1, self.most + 1)),
+                default=0.0,
+            )
+            for n in range(self.most + 1)
+        ]
+
+
 def best_plan(
-    guesses: Guesses, pending: int, room: int, costs: Sequence[float], spent: float = 0.0
+    guesses: Guesses, pending: int, room: int, costs: SizeCosts, spent: float = 0.0
 ) -> Plan:
     """The likeliest nodes, as many of them as give the most tokens per second.
 
@@ -114,23 +130,22 @@ def best_plan(
 
     Args:
         room: the greatest depth.
-        costs: seconds of a step over 0, 1, 2, ... nodes; they do not fall.
+        costs: of the sizes that come into question.
         spent: seconds that this step has taken already.
     """
-    most = len(costs) - 1
     tree = Expansion([pending])
     best, tokens = 1, 1.0
-    best_tokens, best_rate = 1.0, 1.0 / (spent + costs[1])
-    for likely in grow(tree, guesses, room, most):
+    best_tokens, best_rate = 1.0, 1.0 / (spent + costs.seconds[1])
+    for likely in grow(tree, guesses, room, costs.most):
         tokens += likely
-        seconds = spent + costs[tree.nodes]
-        if tokens / seconds > best_rate:
-            best, best_tokens, best_rate = tree.nodes, tokens, tokens / seconds
-        # No later node is likelier, and none costs less.
-        elif tokens + likely * (most - tree.nodes) < best_rate * seconds:
+        rate = tokens / (spent + costs.seconds[tree.nodes])
+        if rate > best_rate:
+            best, best_tokens, best_rate = tree.nodes, tokens, rate
+        # Later nodes are no likelier: none of them can earn at the best rate what it costs.
+        if likely < best_rate * costs.further[tree.nodes]:
             break
     tree.cut(best)
-    return Plan(tree, best_tokens, spent + costs[best])
+    return Plan(tree, best_tokens, spent + costs.seconds[best])
 
 
 def grow(tree: Expansion, guesses: Guesses, room: int, nodes: int) -> Iterator[float]:
@@ -143,13 +158,13 @@ def grow(tree: Expansion, guesses: Guesses, room: int, nodes: int) -> Iterator[f
         room: the greatest depth.
     """
     heads, branch = guesses.heads, guesses.branch
-    off_branch = [[_Sibling(p, p, token, False) for p, token in row] for row in heads]
+    off_branch: dict[int, list[_Sibling]] = {}
     queue: list[tuple[float, int, int, int, list[_Sibling]]] = []
     order = count()  # of equally likely nodes the one found first comes first
 
     def offer(parent: int, rank: int, siblings: list[_Sibling]) -> None:
         if rank < len(siblings):
-            likely = tree.likely[parent] * siblings[rank].share
+            likely = tree.likely[parent] * siblings[rank][0]
             heapq.heappush(queue, (-likely, next(order), parent, rank, siblings))
 
     def on_branch(node: int, depth: int) -> None:
@@ -161,17 +176,20 @@ def grow(tree: Expansion, guesses: Guesses, room: int, nodes: int) -> Iterator[f
         on_branch(0, 0)
     while queue and tree.nodes < nodes:
         value, _, parent, rank, siblings = heapq.heappop(queue)
-        sibling, node, depth = siblings[rank], tree.nodes, tree.depths[parent] + 1
-        tree.tokens.append(sibling.token)
+        _, claim, token, is_on_branch = siblings[rank]
+        node, depth = tree.nodes, tree.depths[parent] + 1
+        tree.tokens.append(token)
         tree.parents.append(parent)
         tree.depths.append(depth)
         tree.likely.append(-value)
-        tree.claims.append(tree.claims[parent] * sibling.claim)
+        tree.claims.append(tree.claims[parent] * claim)
         offer(parent, rank + 1, siblings)
         if depth < room:
-            if sibling.on_branch:
+            if is_on_branch:
                 on_branch(node, depth)
             elif depth < len(heads):
+                if depth not in off_branch:
+                    off_branch[depth] = [(p, p, token, False) for p, token in heads[depth]]
                 offer(node, 0, off_branch[depth])
         yield -value
 
@@ -182,13 +200,13 @@ def _beside_branch(row: Sequence[Guess], trust: float, follow: Guess | None) -> 
     The branch's token has the greater of its two probabilities, if a head proposes it too; its
     siblings share what is left as before.
     """
-    found = [_Sibling(min(trust * p, MOST_SURE), p, token, False) for p, token in row]
+    found = [(min(trust * p, MOST_SURE), p, token, False) for p, token in row]
     if follow is None:
         return found
     share, token = follow
-    own = next((s for s in found if s.token == token), _Sibling(0.0, 0.0, token, True))
-    likely = max(share, own.share)
-    left = (1 - likely) / (1 - own.share)
-    others = [s._replace(share=s.share * left) for s in found if s.token != token]
-    others.append(_Sibling(likely, own.claim, token, True))
-    return sorted(others, key=lambda sibling: -sibling.share)
+    own, claim = next(((p, claim) for p, claim, t, _ in found if t == token), (0.0, 0.0))
+    likely = max(share, own)
+    left = (1 - likely) / (1 - own)
+    others = [(p * left, claim, t, False) for p, claim, t, _ in found if t != token]
+    others.append((likely, claim, token, True))
+    return sorted(others, key=itemgetter(0), reverse=True)

@@ -10,6 +10,8 @@ from medusa_cli.bench.comparison import ArmChange, Comparison
 from medusa_cli.bench.comparison import tables as comparison_tables
 from medusa_cli.bench.equality import compare, first_difference
 from medusa_cli.bench.honesty import Conditions, break_even, warnings
+from medusa_cli.bench.node_counts import NodeCounts
+from medusa_cli.bench.node_tables import nodes_tables
 from medusa_cli.bench.runner import Conversation, Measurement, Plan, Run, Runner
 from medusa_cli.bench.statistics import Amount, outliers, rate_ratio, ratio_change
 from medusa_cli.bench.summary import ArmSummary, summarise
@@ -60,6 +62,7 @@ class FakeArm:
     log: list[str] = field(default_factory=list)
     tokens: Callable[[int], int] = lambda i: 100 + i
     fails_at: int | None = None
+    nodes: Callable[[int], int] = lambda _emitted: 0
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int, on_step: OnStep) -> None:
         self.log.append(self.info.name)
@@ -72,7 +75,8 @@ class FakeArm:
             count = min(self.per_step, max_new_tokens - emitted)
             self.clock.now += self.seconds(prompt_ids)
             accept = count if self.info.kind is ArmKind.MEDUSA else 1
-            on_step([self.tokens(emitted + i) for i in range(count)], accept)
+            new = [self.tokens(emitted + i) for i in range(count)]
+            on_step(new, accept, self.nodes(emitted))
             emitted += count
 
 
@@ -407,6 +411,23 @@ def test_warnings_of_an_arm() -> None:
     assert "3 of 3 answers ended before" in said(ended=3)
     typical = SamplingConfig(temperature=1.0, acceptance=Acceptance.TYPICAL)
     assert "lossy" in said(info=replace(tree.info, sampling=typical))
+
+
+def test_node_counts_as_answers_go_on_and_by_category() -> None:
+    arms = two_arms([])
+    # Two tokens a step: the first 16 steps of an answer verify 4 nodes, later ones the root alone.
+    arms[1].nodes = lambda emitted: 4 if emitted < 32 else 1
+    found = measured(arms, questions(3), Plan(max_new_tokens=65))
+    plain, tree = summaries(arms, found)
+    assert plain.nodes is None
+    assert tree.nodes == NodeCounts(mean=2.5, most=4, drafted=3 * 16, over_time=(4.0, 1.0))
+    assert [row.mean_nodes for row in tree.categories] == [2.5, 2.5]
+    over_time, by_category = nodes_tables([plain, tree])
+    assert over_time.columns == ("arm", "mean", "most", "root alone", "1-16", "17-32")
+    assert over_time.rows == (("tree", "2.5", "4", "50%", "4.0", "1.0"),)
+    assert by_category.rows == (("even", "2.5"), ("odd", "2.5"))
+    arms[1].nodes = lambda _emitted: TREE.nodes
+    assert nodes_tables(summaries(arms, measured(arms, questions(3), Plan(9)))) == []
 
 
 def test_speculation_that_does_not_pay_is_said_plainly() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
@@ -15,6 +16,7 @@ from medusa_cli.decoding.tree import dense_tree
 from medusa_cli.errors import ContextLengthError, MedusaError, TreeError, UsageError
 from medusa_cli.models.cache import KVCache
 from medusa_cli.models.checkpoint import find_heads, load_heads
+from medusa_cli.models.progress import Stage
 from medusa_cli.session import Medusa
 from medusa_cli.text.events import Result
 
@@ -126,6 +128,22 @@ def test_decoding_can_be_switched_in_the_middle(chat: Chat) -> None:
     with pytest.raises(TreeError):
         other.use_tree("mc_sim_7b_63")
     assert other.plain, "a tree that does not fit changes nothing"
+
+
+def test_a_chat_goes_on_with_the_adaptive_tree(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    said: list[Stage] = []
+    other = fresh(chat)
+    for talk in (chat, other):
+        ask(talk, "one")
+    other.use_tree("auto", said.append)
+    result = ask(other, "two")
+    assert result.token_ids == ask(chat, "two").token_ids
+    assert result.tree == other.model.tree
+    assert other.model.tree.name == "auto"
+    assert any("what steps cost" in stage.text for stage in said)
 
 
 def test_fifty_interrupts_leave_the_session_and_the_cache_right(chat: Chat) -> None:

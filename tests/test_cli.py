@@ -110,12 +110,37 @@ def test_json_report(model_folder: Path) -> None:
     assert report["usage"]["steps"] == len(lengths)
     assert report["accept"]["mean"] == pytest.approx(sum(lengths) / len(lengths), abs=1e-4)
     assert sum(report["accept"]["histogram"].values()) == len(lengths)
+    assert len(report["nodes"]["per_step"]) == len(lengths)
+    assert report["nodes"]["per_step"][0] == 8
+    assert report["nodes"]["mean"] <= 8
     assert set(report["timing"]) == {"load_s", "ttft_s", "decode_s", "tokens_per_s", "step_ms"}
     assert set(report["timing"]["step_ms"]) == {"mean", "p50", "p95"}
     assert report["memory"]["peak_bytes"] > 0
     assert set(report["versions"]) == {"medusa", "torch", "transformers", "python"}
     text = generate(model_folder, "-p", "Hi", "-n", "20", "--ignore-eos").out
     assert report["text"] == text
+
+
+@pytest.mark.parametrize("lookup", ["--lookup", "--no-lookup"])
+@pytest.mark.parametrize("tree", ["auto", "mc_sim_7b_7"])
+def test_no_tree_and_no_lookup_changes_the_text(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tree: str, lookup: str
+) -> None:
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
+    fixed = ("-p", "Hi " * 9, "-n", "30", "--ignore-eos", "--format", "json")
+    plain = generate(model_folder, *fixed, "--plain").json
+    outcome = generate(model_folder, *fixed, "--tree", tree, lookup)
+    assert outcome.code == 0, outcome.err
+    report = outcome.json
+    assert report["token_ids"] == plain["token_ids"]
+    assert report["tree"]["name"] == tree
+    if tree == "auto":
+        assert report["tree"] == {"name": "auto", "nodes": 64, "depth": 4}
+        assert "`medusa accuracy`" in outcome.err, "these heads are not calibrated"
+        assert "step costs kept in" in outcome.err
+        assert generate(model_folder, *fixed, "--tree", tree, "--quiet").err == ""
+    else:
+        assert (max(report["nodes"]["per_step"]) > 8) == (lookup == "--lookup")
 
 
 def test_plain_json_has_neither_heads_nor_tree(model_folder: Path) -> None:
@@ -133,6 +158,7 @@ def test_jsonl_streams_events(model_folder: Path) -> None:
     assert "".join(step["text"] for step in steps) == end["text"]
     assert [t for step in steps for t in step["token_ids"]] == end["token_ids"]
     assert [step["accept"] for step in steps] == [0, *end["accept"]["lengths"]]
+    assert [step["nodes"] for step in steps] == [0, *end["nodes"]["per_step"]]
 
 
 def test_the_chosen_seed_is_reported_and_repeats_the_text(model_folder: Path) -> None:

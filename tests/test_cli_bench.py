@@ -82,6 +82,30 @@ def test_json_validates_against_the_schema(model_folder: Path, prompts: Path) ->
     assert set(report["hashes"]) == {"weights", "heads", "prompts"}
 
 
+def test_trees_that_change_show_their_sizes(model_folder: Path, prompts: Path) -> None:
+    both = ("--tree", "auto", "--tree", "mc_sim_7b_7")
+    outcome = small(model_folder, prompts, *both, "--format", "json")
+    assert outcome.code == 0, outcome.err
+    report = outcome.json
+    jsonschema.validate(report, SCHEMA)
+    found = arms(report)
+    assert list(found) == ["plain", "auto", "mc_sim_7b_7"]
+    assert found["plain"]["nodes"] is None
+    assert found["auto"]["tree"]["nodes"] == 64
+    assert found["auto"]["equality"]["identical"] == 4
+    fixed = found["mc_sim_7b_7"]["nodes"]
+    assert fixed["max"] == 8
+    assert fixed["over_time"][0] == pytest.approx(fixed["mean"], abs=1e-3)
+    for sample in report["samples"]:
+        told = 0 if sample["arm"] == "plain" else len(sample["accept_lengths"])
+        assert len(sample["nodes"]) in (told, len(sample["accept_lengths"]))
+    assert [row["nodes_mean"] is None for row in found["auto"]["categories"]] == [False, False]
+    table = small(model_folder, prompts, *both).out
+    assert "Tree nodes of a step, as answers go on" in table
+    assert "Mean tree nodes of a step, by category" in table
+    assert "Tree nodes" not in small(model_folder, prompts, "--tree", "mc_sim_7b_7").out
+
+
 def test_the_schema_can_fail(model_folder: Path, prompts: Path) -> None:
     report = small(model_folder, prompts, "--limit", "1", "--format", "json").json
     report["arms"][0]["tokens_per_s"] = "fast"

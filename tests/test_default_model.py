@@ -10,6 +10,7 @@ import torch
 
 import medusa_cli
 from medusa_cli.config import Limits, SamplingConfig
+from medusa_cli.models.loader import LoadOptions
 from medusa_cli.session import Medusa
 
 SKY = "Explain why the sky is blue in three sentences."
@@ -28,8 +29,9 @@ def model() -> Iterator[Medusa]:
 def sky_ids(model: Medusa) -> list[int]:
     """What transformers' own greedy generate answers."""
     prompt = torch.tensor([model.encode(SKY)])
+    stock = medusa_cli.load(plain=True, options=LoadOptions(stock=True)).base.module
     with torch.inference_mode():
-        output = model.base.module.generate(prompt, max_new_tokens=256, do_sample=False)
+        output = stock.generate(prompt, max_new_tokens=256, do_sample=False)
     return output[0, prompt.shape[1] :].tolist()
 
 

@@ -83,13 +83,14 @@ class TestAccuracy:
         assert "PARTIAL" not in outcome.out
         lines = outcome.err.splitlines()
         assert lines[:3] == [f"medusa: prompt {n} of 3: {id_}" for n, id_ in enumerate("abc", 1)]
-        assert lines[3:] == [f"wrote {model_folder / 'accuracy.json'} and traces.json"]
+        kept = "traces.json, calibration.json and scores.safetensors"
+        assert lines[3:] == [f"wrote {model_folder / 'accuracy.json'}, {kept}"]
         assert "\x1b" not in outcome.out + outcome.err
 
     def test_replayed_mean_is_that_of_generating(self, model_folder: Path, prompts: Path) -> None:
         outcome = accuracy(model_folder, prompts, "--format", "json", "--quiet")
         assert outcome.err == ""
-        model = medusa_cli.load(str(model_folder), offline=True)
+        model = medusa_cli.load(str(model_folder), tree="mc_sim_7b_7", offline=True)
         lengths: list[int] = []
         for question in read_questions(str(prompts)):
             answers: list[str] = []

@@ -43,8 +43,8 @@ def accuracy(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where to write accuracy.json and traces.json. [default: beside heads of your "
-            "own, else in the cache folder]",
+            help="Where to write what is found. [default: beside heads of your own, else in the "
+            "cache folder]",
         ),
     ] = None,
     format_: Annotated[
@@ -60,7 +60,9 @@ def accuracy(
     a decoding step is the number of tokens that it yields, the base model's own included; replay
     tells what it would be with a tree, from the ranks alone.
 
-    The traces (the rank of the true token at every position) are kept for `medusa tree build`.
+    The traces (the rank of the true token at every position) are kept for `medusa tree build`, and
+    the heads are calibrated for `--tree auto`: what their probabilities are worth where decoding
+    would look.
     """
     streams = Streams.of_process()
     check_conflicts(loading, plain=False, tree=None)
@@ -99,7 +101,8 @@ def accuracy(
         tree = loaded.tree.static if isinstance(loaded.tree, AutoTree) else loaded.tree
         show(_findings(accuracy_table(traces), traces, tree), BenchFormat(format_), streams)
         if not loading.quiet:
-            wrote = f"wrote {folder / 'accuracy.json'} and traces.json"
+            beside = "traces.json, calibration.json and scores.safetensors"
+            wrote = f"wrote {folder / 'accuracy.json'}, {beside}"
             kept = f"not saved: {folder} holds a complete measurement"
             streams.note(wrote if saved else kept)
     else:

@@ -23,7 +23,7 @@ from medusa_cli.models.heads import Candidates
 
 AUTO = "auto"
 MOST_NODES = 64
-CANDIDATES = 16  # of each head
+CANDIDATES = 32  # of each head
 
 TRUST_PRIOR = 1.0  # accepted drafts that the calibration's word is worth
 TRUST_DECAY = 0.95  # of what older steps have shown, a step with heads

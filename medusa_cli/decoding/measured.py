@@ -170,7 +170,7 @@ def save(folder: Path, found: Traces, fitted: Calibrated | None = None) -> bool:
     else:
         about = found.provenance
         write_atomic(folder / CALIBRATION, calibration.to_json(fitted.calibration, about))
-        write_atomic(folder / SCORES, scores.to_bytes(fitted.scores, about.heads_digest))
+        write_atomic(folder / SCORES, scores.to_bytes(fitted.scores))
     return True
 
 

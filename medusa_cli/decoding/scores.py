@@ -17,6 +17,7 @@ from medusa_cli.decoding.lookup import Guess
 from medusa_cli.decoding.traces import MISS, TextTrace, Traces, damaged
 
 FORMAT = "medusa-scores/1"
+STEPS = 16  # of a byte, to a log-probability of -1: kept probabilities are right to 3%
 MOST_NODES = 256  # of a replayed tree
 HALVINGS = 20
 
@@ -28,7 +29,7 @@ Grower = Callable[[Sequence[Sequence[Guess]], int], Expansion]
 class Scores:
     """What the heads said at each position of some traces, text after text."""
 
-    log_probs: Tensor  # [P, K, C], calibrated for greedy decoding, falling along C
+    log_probs: Tensor  # [P, K, C], calibrated for greedy decoding, not rising along C
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,10 @@ def threshold_for(traces: Traces, scores: Scores, mean_nodes: float) -> float:
     return high
 
 
-def to_bytes(scores: Scores, heads_digest: str) -> bytes:
-    """A safetensors file of format `medusa-scores/1`."""
-    metadata = {"format": FORMAT, "heads_digest": heads_digest}
-    return save({"log_probs": scores.log_probs.to(torch.float16).contiguous()}, metadata)
+def to_bytes(scores: Scores) -> bytes:
+    """A safetensors file of format `medusa-scores/1`, to lie beside its traces."""
+    log_probs = (-STEPS * scores.log_probs).round().clamp(0, 255).to(torch.uint8).contiguous()
+    return save({"log_probs": log_probs}, {"format": FORMAT})
 
 
 def from_bytes(content: bytes, traces: Traces, where: str) -> Scores:
@@ -104,11 +105,11 @@ def from_bytes(content: bytes, traces: Traces, where: str) -> Scores:
     except (SafetensorError, ValueError) as error:
         raise damaged(where, str(error)) from None
     log_probs = tensors.get("log_probs")
-    if log_probs is None or log_probs.dim() != 3:
+    if log_probs is None or log_probs.dim() != 3 or log_probs.dtype != torch.uint8:
         raise damaged(where, "it holds no scores")
     if log_probs.shape[:2] != (traces.positions, traces.num_heads):
         raise damaged(where, "its scores belong to other traces")
-    return Scores(log_probs.float())
+    return Scores(-log_probs.float() / STEPS)
 
 
 def _replay(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.config import SamplingConfig
+from medusa_cli.decoding.adaptive import ScoringDrafter
 from medusa_cli.decoding.decode import verify
 from medusa_cli.decoding.drafting import Draft, Drafter, StaticDrafting
 from medusa_cli.decoding.sampling import Sampler
@@ -66,7 +67,7 @@ def measure_step_seconds(
 
 def measure_costs(
     base: BaseModel,
-    drafter: Drafter,
+    drafter: ScoringDrafter,
     num_heads: int,
     candidates: int,
     key: CostKey,
@@ -88,7 +89,9 @@ def measure_costs(
     for turn in range(TABLE_ROUNDS):
         for heads in range(1, num_heads + 1):
             started = clock()
-            drafter.propose(bench.hidden, bench.pending, heads, candidates).tolist()  # host sync
+            drafter.score(
+                bench.hidden, bench.pending, (1.0,) * heads, candidates
+            ).log_probs.tolist()  # host sync
             _keep_fastest(drafted, heads, clock() - started, first=turn == 0)
         for n, draft in drafts.items():
             enough = turn > 0 or len(verified) >= FEWEST_COUNTS

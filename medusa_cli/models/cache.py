@@ -5,7 +5,7 @@ does not know about trees: `accept` takes row offsets.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -93,6 +93,12 @@ class KVCache(Cache):
         if not self.layers:
             self.layer_class_to_replicate = kind
         assert self.layer_class_to_replicate is kind, "a cache stays with its model"
+
+    def layer(self, index: int) -> TreeCacheLayer:
+        """A model layer's part of the cache, made when it is first asked for."""
+        while len(self.layers) <= index:
+            self.layers.append(self.layer_class_to_replicate())
+        return cast(TreeCacheLayer, self.layers[index])
 
     def append(self, ids: Sequence[int]) -> None:
         """Declares rows just written to be valid and to hold `ids`."""

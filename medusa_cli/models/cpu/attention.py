@@ -12,10 +12,10 @@ import numpy as np
 from numba import carray, njit, types  # type: ignore[attr-defined]
 
 from medusa_cli.models.cpu.matmul import TILE, float_tiles
+from medusa_cli.models.cpu.rows import LARGEST, exponential, greatest
 from medusa_cli.models.cpu.tiles import (
     LANES,
     PANELS,
-    float_of_bits,
     floats_at,
     ints_at,
     multiply_add,
@@ -76,7 +76,7 @@ def scratch_elements(heads: int, kv_heads: int, rows: int, padded: int) -> int:
     return max(1, QUERIES // group) * group * (rows + 2 * padded)
 
 
-@njit
+@njit(error_model="numpy")
 def piece(arguments, number, thread):
     """One chunk of rows for one KV head; arguments as `jobs.attend` writes them."""
     count, heads, dim, kv_heads = arguments[7], arguments[8], arguments[9], arguments[10]
@@ -154,7 +154,7 @@ def _score(scaled, keys, low, top, scores):
         )  # fmt: skip
 
 
-@njit
+@njit(error_model="numpy")
 def _weigh(scores, low, start, end, high, path, softcap):
     """Turns a row's scores into weights in the order of positions; returns their sum.
 
@@ -167,10 +167,7 @@ def _weigh(scores, low, start, end, high, path, softcap):
     if softcap > 0:
         for j in range(len(seen)):
             seen[j] = softcap * np.tanh(seen[j] / softcap)
-    largest = seen[0]
-    for j in range(1, len(seen)):
-        largest = max(largest, seen[j])
-    _exponentials(seen, largest)
+    _exponentials(seen, greatest(seen, 1))
     total = _sum(seen)
     scores[low:start] = 0
     if end < high:
@@ -180,21 +177,9 @@ def _weigh(scores, low, start, end, high, path, softcap):
 
 @njit
 def _exponentials(x, shift):
-    """x = exp(x - shift) for x <= shift, to a unit in the last place or two.
-
-    Source: expf of the Cephes mathematical library.
-    """
+    """x = exp(x - shift) for x <= shift."""
     for j in range(len(x)):
-        v = max(x[j] - shift, _F32(-87.0))
-        n = np.floor(v * _F32(1.44269504) + _F32(0.5))
-        r = v - n * _F32(0.693359375) + n * _F32(2.12194440e-4)
-        p = _F32(1.9875691500e-4) * r + _F32(1.3981999507e-3)
-        p = p * r + _F32(8.3334519073e-3)
-        p = p * r + _F32(4.1665795894e-2)
-        p = p * r + _F32(1.6666665459e-1)
-        p = p * r + _F32(5.0000001201e-1)
-        p = p * r * r + r + _F32(1.0)
-        x[j] = p * float_of_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
+        x[j] = exponential(max(x[j] - shift, _F32(-LARGEST)))
 
 
 @njit(fastmath=True)

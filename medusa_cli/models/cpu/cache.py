@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from medusa_cli.models.cache import GROWTH, TreeCacheLayer
@@ -15,13 +17,9 @@ from medusa_cli.models.cpu.tiles import LANES
 class PanelCacheLayer(TreeCacheLayer):
     """Keys [1, H, rows / 8, D, 8]; values [1, H, rows, D'], D padded with zeros to whole tiles."""
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         """Makes empty buffers for states of this shape."""
-        _, heads, _, dim = key_states.shape
-        padded = -(-value_states.shape[3] // TILE) * TILE
-        self.keys = key_states.new_zeros(1, heads, 0, dim, LANES)
-        self.values = value_states.new_zeros(1, heads, 0, padded)
-        self.is_initialized = True
+        self._make(key_states.shape[1], key_states.shape[3])
 
     def update(
         self,
@@ -31,30 +29,45 @@ class PanelCacheLayer(TreeCacheLayer):
         **_kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Appends N rows; returns the whole panels, and the valid rows of the values."""
+        _, heads, count, dim = key_states.shape
+        first = self.extend(count, heads, dim)
+        store_rows(*self.arrays, key_states[0].numpy(), value_states[0].numpy(), first)
+        return self.keys, self.values[:, :, : self.rows]
+
+    def extend(self, count: int, heads: int, dim: int) -> int:
+        """Makes room for `count` rows that the caller writes; returns the first one's number."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, end = self.rows, self.rows + key_states.shape[2]
-        if end > self.values.shape[2]:
-            self._grow(end)
-        store_rows(
-            self.keys[0].numpy(),
-            self.values[0].numpy(),
-            key_states[0].numpy(),
-            value_states[0].numpy(),
-            start,
-        )
-        self.rows = end
-        return self.keys, self.values[:, :, :end]
+            self._make(heads, dim)
+        first, self.rows = self.rows, self.rows + count
+        if self.rows > self.values.shape[2]:
+            self._grow(self.rows)
+        return first
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys [H, P, D, 8] and values [H, rows, D'], as kernels take them."""
+        return self._arrays
 
     def move_rows(self, sources: Sequence[int], start: int) -> None:
         """Copies the rows `sources` to `start`, `start` + 1, ..., which may overlap them."""
-        move_rows(self.keys[0].numpy(), self.values[0].numpy(), np.array(sources), start)
+        move_rows(*self.arrays, np.array(sources), start)
+
+    def _make(self, heads: int, dim: int) -> None:
+        padded = -(-dim // TILE) * TILE
+        self._keep(torch.zeros(1, heads, 0, dim, LANES), torch.zeros(1, heads, 0, padded))
+        self.is_initialized = True
+
+    def _keep(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self._arrays = keys[0].numpy(), values[0].numpy()
 
     def _grow(self, end: int) -> None:
         capacity = -(-end // GROWTH) * GROWTH
         keys, values = self.keys, self.values
-        self.keys = keys.new_zeros(1, keys.shape[1], capacity // LANES, *keys.shape[3:])
-        self.values = values.new_zeros(1, values.shape[1], capacity, values.shape[3])
+        self._keep(
+            keys.new_zeros(1, keys.shape[1], capacity // LANES, *keys.shape[3:]),
+            values.new_zeros(1, values.shape[1], capacity, values.shape[3]),
+        )
         self.keys[:, :, : keys.shape[2]] = keys
         self.values[:, :, : values.shape[2]] = values
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from medusa_cli.models.base import BaseModel, Engine
 from medusa_cli.models.cache import KVCache, TreeCacheLayer
+from medusa_cli.models.cpu import layer
 from medusa_cli.models.cpu.cache import PanelCacheLayer
 from medusa_cli.models.cpu.jobs import helper
+from medusa_cli.models.cpu.layer import FusedLayer
 from medusa_cli.models.cpu.modules import (
     FloatLinear,
     FusedAttention,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = 1e-3  # largest difference to the stock module's output, in its standard deviations
+INT8_TOLERANCE = 3e-2  # a last bit before the rounding of activations is more than that behind it
 PROBE_ROWS, PROBE_PROMPT = 5, 24
 
 
@@ -108,7 +111,11 @@ def accelerate(module: "PreTrainedModel", *, int8: bool, threads: int) -> BaseMo
     engine.pack(module)
     if tied:
         module.set_input_embeddings(PackedEmbedding(module.get_output_embeddings()))
-    return BaseModel(module, engine)
+    base = BaseModel(module, engine)
+    in_parts = _probe(base)
+    tolerance = INT8_TOLERANCE if int8 else TOLERANCE
+    _replace(module, _fused_layer, lambda: _agree(_probe(base), in_parts, tolerance))
+    return base
 
 
 def _probe(base: BaseModel) -> Tensor:  # [6, V]
@@ -189,6 +196,10 @@ def _fused_attention(stock: Any, attention: Any) -> nn.Module | None:
     return FusedAttention(stock, joined, attention)
 
 
+def _fused_layer(stock: nn.Module) -> nn.Module | None:
+    return FusedLayer(stock) if layer.fits(stock) else None
+
+
 def _has_linears(module: nn.Module, names: tuple[str, ...]) -> bool:
     return all(type(getattr(module, name, None)) is nn.Linear for name in names)
 
@@ -218,5 +229,5 @@ def _same(stock: nn.Module, new: nn.Module, width: int) -> bool:
     return False
 
 
-def _agree(found: Tensor, wanted: Tensor) -> bool:
-    return bool((found - wanted).abs().max() <= TOLERANCE * wanted.std())
+def _agree(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> bool:
+    return bool((found - wanted).abs().max() <= tolerance * wanted.std())

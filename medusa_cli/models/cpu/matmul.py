@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from medusa_cli.models.cpu.rows import greatest
 from medusa_cli.models.cpu.tiles import LANES, PANELS, float_tile, int8_tile
 
 Array = NDArray[Any]
@@ -59,7 +60,7 @@ def float_piece(a, piece):
         )  # fmt: skip
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def quantize_rows(
     x,  # [N, K] float32
     limit,
@@ -68,9 +69,7 @@ def quantize_rows(
 ):
     """Scales each row by its own largest magnitude to whole numbers within `limit`."""
     for i in range(x.shape[0]):
-        largest = np.float32(0)
-        for k in range(x.shape[1]):
-            largest = max(largest, abs(x[i, k]))
+        largest = max(greatest(x[i], 1), greatest(x[i], -1))
         scale = np.float32(limit) / largest if largest > 0 else np.float32(0)
         scales[i] = largest / np.float32(limit)
         for k in range(x.shape[1]):

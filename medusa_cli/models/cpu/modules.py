@@ -33,6 +33,11 @@ class PackedLinear(nn.Module):
         """Rows of the weight, as they are used."""
         raise NotImplementedError
 
+    @property
+    def packed(self) -> tuple[Any, ...]:
+        """What kernels read."""
+        raise NotImplementedError
+
     def multiply(self, x: Tensor, out: Tensor) -> None:  # [N, K], [N, M']
         """out = x @ weight.T + bias, the outputs padded to whole tiles."""
         raise NotImplementedError
@@ -57,6 +62,11 @@ class FloatLinear(PackedLinear):
         """Rows of the weight."""
         return torch.from_numpy(matmul.unpack_float(self._panels, indices.numpy()))
 
+    @property
+    def packed(self) -> tuple[Any, ...]:
+        """Panels, bias, inputs: what kernels read."""
+        return self._panels, self._bias, self.in_features
+
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """out = x @ weight.T + bias, the outputs padded to whole tiles."""
         job, threads = self.pool.ready(), self.pool.threads
@@ -77,6 +87,11 @@ class Int8Linear(PackedLinear):
         """Rows of the weight, as they are used."""
         found = matmul.unpack_int8(self._panels, self._scales, indices.numpy())
         return torch.from_numpy(found[:, : self.in_features])
+
+    @property
+    def packed(self) -> tuple[Any, ...]:
+        """Panels, bias, inputs, scales, limit of an activation: what kernels read."""
+        return self._panels, self._bias, self.in_features, self._scales, self._limit
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """out = x @ weight.T + bias, the outputs padded to whole tiles."""
@@ -148,7 +163,7 @@ class FusedAttention(nn.Module):
         self.key_width: int = stock.k_proj.out_features
         self.num_key_value_groups, self.is_causal = self.query_width // self.key_width, True
         self._attention = attention
-        self._arguments = {
+        self.arguments = {
             "scaling": stock.scaling,
             "sliding_window": getattr(stock, "sliding_window", None),
             "softcap": getattr(stock, "attn_logit_softcapping", None),
@@ -179,5 +194,5 @@ class FusedAttention(nn.Module):
         )
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        out, _ = self._attention(self, query, key, value, attention_mask, **self._arguments)
+        out, _ = self._attention(self, query, key, value, attention_mask, **self.arguments)
         return self.o_proj(out.reshape(1, count, self.query_width)), None

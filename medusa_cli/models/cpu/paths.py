@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -12,7 +13,14 @@ from medusa_cli.models.cpu.cache import is_panels
 from medusa_cli.models.cpu.jobs import attend
 from medusa_cli.models.cpu.pool import Pool
 
-NO_TABLE = torch.zeros(0, 0, dtype=torch.int64)
+NO_TABLE = np.zeros((0, 0), dtype=np.int64)
+
+
+def table_of(attention_mask: Tensor | None) -> NDArray[np.int64]:
+    """The path table that transformers hands on as a mask; empty where attention is causal."""
+    if attention_mask is None or attention_mask.dtype is torch.bool:
+        return NO_TABLE
+    return attention_mask[0, 0].numpy()
 
 
 def path_attention(
@@ -39,9 +47,6 @@ def path_attention(
     assert pool is not None
     queries = query[0].transpose(0, 1).contiguous()  # [N, H, D]
     _, heads, dim = queries.shape
-    table = NO_TABLE
-    if attention_mask is not None and attention_mask.dtype is not torch.bool:
-        table = attention_mask[0, 0]
     out = torch.empty(1, *queries.shape)
     kv_heads, rows = value.shape[1], key.shape[2] * key.shape[4]
     pool.reserve(scratch_elements(heads, kv_heads, rows, value.shape[3]))
@@ -54,7 +59,7 @@ def path_attention(
         value.stride(1) * value.element_size(),
         value.shape[3],
         value.shape[2],
-        table.numpy(),
+        table_of(attention_mask),
         sliding_window or 0,
         np.float32(dim**-0.5 if scaling is None else scaling),
         np.float32(softcap or 0),

@@ -27,7 +27,7 @@ WORDS = 64
 # A claim word holds (number of the job, pieces, next piece): one atomic read tells all three.
 PIECES, NUMBER, MASK = 20, 40, (1 << 20) - 1
 
-SPINS, NAPS, NAP_MICROSECONDS = 3000, 20_000, 50  # some 1 ms, then 1 to 2 s, then a helper ends
+SPINS, NAPS, NAP_MICROSECONDS = 3000, 200, 50  # some 1 ms, then 10 to 20 ms; then a helper ends
 _WINDOWS = sys.platform == "win32"
 _I64 = ir.IntType(64)
 

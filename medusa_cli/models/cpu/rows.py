@@ -1,10 +1,41 @@
-"""Work on single rows: RMS norm and rotary positions. Each row's result depends on it alone."""
+"""Work on single rows: norms, rotary positions, activations. Each row's result is its own."""
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+
+from medusa_cli.models.cpu.tiles import float_of_bits
+
+_F32 = types.float32
+LARGEST = 87.0  # float32's exponential stays finite and normal up to here, in both directions
 
 
-@njit(cache=True, fastmath=True)
+@njit(error_model="numpy")
+def exponential(x):
+    """exp(x) for |x| <= LARGEST, to a unit in the last place or two, in code that vectorises.
+
+    Source: expf of the Cephes mathematical library.
+    """
+    n = np.floor(x * _F32(1.44269504) + _F32(0.5))
+    r = x - n * _F32(0.693359375) + n * _F32(2.12194440e-4)
+    p = _F32(1.9875691500e-4) * r + _F32(1.3981999507e-3)
+    p = p * r + _F32(8.3334519073e-3)
+    p = p * r + _F32(4.1665795894e-2)
+    p = p * r + _F32(1.6666665459e-1)
+    p = p * r + _F32(5.0000001201e-1)
+    p = p * r * r + r + _F32(1.0)
+    return p * float_of_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
+
+
+@njit(fastmath=True)
+def greatest(x, sign):
+    """The greatest of sign * x, in code that vectorises; -inf for nothing."""
+    found = _F32(-np.inf)
+    for i in range(len(x)):
+        found = max(found, _F32(sign) * x[i])
+    return found
+
+
+@njit(cache=True, fastmath=True, error_model="numpy")
 def rms_norm(
     x,  # [N, D]
     weight,  # [D]
@@ -40,3 +71,41 @@ def rotate(
                 a, b = x[i, h, d], x[i, h, d + half]
                 x[i, h, d] = a * cos[i, d] - b * sin[i, d]
                 x[i, h, d + half] = b * cos[i, d + half] + a * sin[i, d + half]
+
+
+@njit(cache=True, fastmath=True, error_model="numpy")
+def norm_heads(
+    x,  # [N, heads, D]
+    first,
+    last,
+    weight,  # [D]
+    epsilon,
+):
+    """`rms_norm` of each of the heads `first` to `last`, in place."""
+    for i in range(x.shape[0]):
+        rms_norm(x[i, first:last], weight, epsilon, x[i, first:last])
+
+
+@njit(cache=True, error_model="numpy")
+def silu_multiply(
+    both,  # [N, >= 2 I], gate and up side by side
+    out,  # [N, I]
+):
+    """out = SiLU(gate) * up."""
+    width = out.shape[1]
+    for i in range(out.shape[0]):
+        for d in range(width):
+            gate = both[i, d]
+            shrunk = min(max(-gate, _F32(-LARGEST)), _F32(LARGEST))
+            out[i, d] = gate / (_F32(1.0) + exponential(shrunk)) * both[i, width + d]
+
+
+@njit(cache=True)
+def add(
+    x,  # [N, D]
+    y,  # [N, >= D]
+):
+    """x += y."""
+    for i in range(x.shape[0]):
+        for d in range(x.shape[1]):
+            x[i, d] += y[i, d]

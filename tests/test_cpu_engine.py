@@ -198,7 +198,7 @@ def attend(
     heads, rows, dim = keys.shape
     padded = -(-dim // matmul.TILE) * matmul.TILE
     panels = np.zeros((heads, 32, dim, 8), np.float32)
-    stored = np.zeros((heads, 256, padded), np.float32)
+    stored = np.zeros((heads, padded // matmul.TILE, 256, matmul.TILE), np.float32)
     attention.store_rows(panels, stored, keys.numpy(), values.numpy(), 0)
     context = rows - tree_rows
     paths = [[row for row in line if row >= context] for line in seen]
@@ -209,10 +209,10 @@ def attend(
     if tree_rows == 0:
         table = np.zeros((0, 0), np.int64)
     out = torch.empty(queries.shape)
-    POOL.reserve(attention.scratch_elements(queries.shape[1], heads, 256, padded))
+    POOL.reserve(attention.scratch_elements(256, padded))
     jobs.attend(
-        POOL.ready(), POOL.scratch, queries.numpy(), panels, stored.ctypes.data, stored.strides[0],
-        padded, rows, table, window or 0,
+        POOL.ready(), THREADS, POOL.scratch, queries.numpy(), panels, stored.ctypes.data,
+        stored.strides[0], padded, rows, table, window or 0,
         np.float32(dim**-0.5), np.float32(softcap), out.numpy(),
     )  # fmt: skip
     return out
@@ -409,7 +409,7 @@ def test_compaction_moves_rows_of_panels() -> None:
     for one, other in zip(kept.layers, fresh.layers, strict=True):
         assert one.rows == other.rows == 24
         assert torch.equal(one.keys[:, :, :3], other.keys[:, :, :3])
-        assert torch.equal(one.values[:, :, :24], other.values[:, :, :24])
+        assert torch.equal(one.values[:, :, :, :24], other.values[:, :, :, :24])
 
 
 # Loading

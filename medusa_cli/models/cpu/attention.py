@@ -5,7 +5,8 @@ positions, so softmax and the sum over values go through the very steps that a l
 position goes through: a node's output is bit-identical to that of plain decoding on its path.
 
 Keys lie in panels of `LANES` rows, [H_kv, rows / 8, D, 8], so that scores are a matrix product of
-`matmul`; values lie in rows, [H_kv, rows, D'], D padded with zeros to whole tiles.
+`matmul`; values lie in columns as wide as a tile, [H_kv, D / 16, rows, 16], so that each is one
+stream, D padded with zeros.
 """
 
 import numpy as np
@@ -21,15 +22,15 @@ from medusa_cli.models.cpu.tiles import (
     multiply_add,
 )
 
-QUERIES = 16  # at a time: query heads that share a KV head, times rows
-BLOCK = 64  # rows of values at a time; they stay in the first-level cache
+QUERIES = 16  # most of a piece
+BLOCK = 256  # rows of values at a time; they stay in the first-level cache
 _F32 = types.float32
 
 
 @njit(cache=True)
 def store_rows(
     keys,  # [H_kv, P, D, LANES]
-    values,  # [H_kv, rows, D']
+    values,  # [H_kv, D / TILE, rows, TILE]
     new_keys,  # [H_kv, N, D]
     new_values,  # [H_kv, N, D]
     first,
@@ -41,13 +42,13 @@ def store_rows(
             row = first + i
             for d in range(dim):
                 keys[h, row // LANES, d, row % LANES] = new_keys[h, i, d]
-                values[h, row, d] = new_values[h, i, d]
+                values[h, d // TILE, row, d % TILE] = new_values[h, i, d]
 
 
 @njit(cache=True)
 def move_rows(
     keys,  # [H_kv, P, D, LANES]
-    values,  # [H_kv, rows, D']
+    values,  # [H_kv, D / TILE, rows, TILE]
     sources,  # [A], rising
     first,
 ):
@@ -55,44 +56,47 @@ def move_rows(
     for h in range(values.shape[0]):
         for i in range(len(sources)):
             source, target = sources[i], first + i
-            for d in range(values.shape[2]):
-                values[h, target, d] = values[h, source, d]
+            for tile in range(values.shape[1]):
+                for d in range(TILE):
+                    values[h, tile, target, d] = values[h, tile, source, d]
             for d in range(keys.shape[2]):
                 keys[h, target // LANES, d, target % LANES] = (
                     keys[h, source // LANES, d, source % LANES]
                 )  # fmt: skip
 
 
+def scratch_elements(rows: int, padded: int) -> int:
+    """Floats that a thread works in: scores over `rows` rows, queries and sums of one piece."""
+    return QUERIES * (rows + 2 * padded)
+
+
 @njit
-def chunks(count, group):
-    """How many chunks of rows there are for a KV head that `group` query heads share."""
-    at_once = max(1, QUERIES // group)
-    return (count + at_once - 1) // at_once
-
-
-def scratch_elements(heads: int, kv_heads: int, rows: int, padded: int) -> int:
-    """Floats that a thread works in: queries, scores and sums of one chunk, over `rows` rows."""
-    group = heads // kv_heads
-    return max(1, QUERIES // group) * group * (rows + 2 * padded)
+def queries_at_once(queries, kv_heads, threads):
+    """How many of the queries of a KV head a piece takes: all threads shall find some."""
+    shared = queries * kv_heads // (4 * threads) if threads > 1 else QUERIES
+    return min(QUERIES, max(1, shared))
 
 
 @njit(error_model="numpy")
 def piece(arguments, number, thread):
-    """One chunk of rows for one KV head; arguments as `jobs.attend` writes them."""
+    """Some queries of one KV head; arguments as `jobs.attend` writes them.
+
+    A KV head has `group` queries for each row: those of the query heads that share it.
+    """
     count, heads, dim, kv_heads = arguments[7], arguments[8], arguments[9], arguments[10]
     width, head_bytes, padded = arguments[11], arguments[12], arguments[13]
-    columns, window = arguments[15], arguments[16]
-    factors = arguments[17:18].view(np.float32)
+    columns, window, at_once = arguments[15], arguments[16], arguments[17]
+    factors = arguments[18:19].view(np.float32)
     scaling, softcap = factors[0], factors[1]
     group = heads // kv_heads
-    at_once = max(1, QUERIES // group)
-    h, first = number // chunks(count, group), number % chunks(count, group) * at_once
-    last = min(first + at_once, count)
-    total = (last - first) * group
+    pieces = (count * group + at_once - 1) // at_once
+    h, first = number // pieces, number % pieces * at_once
+    total = min(at_once, count * group - first)
+    context = arguments[14] - count
 
     queries = carray(floats_at(arguments[0]), (count, heads, dim))
     keys = carray(floats_at(arguments[1] + 4 * h * width * dim), (width // LANES, dim, LANES))
-    values = carray(floats_at(arguments[2] + h * head_bytes), (width, padded))
+    values = carray(floats_at(arguments[2] + h * head_bytes), (padded // TILE, width, TILE))
     table = carray(ints_at(arguments[3]), (count, columns))
     out = carray(floats_at(arguments[4]), (count, heads, dim))
     scratch = arguments[5] + thread * arguments[6]
@@ -101,33 +105,35 @@ def piece(arguments, number, thread):
     scaled = carray(floats_at(scratch + 4 * total * (width + padded)), (total, dim))
 
     low, high, top = width, 0, 0
-    for i in range(first, last):
-        start, end, length = _sight(table, i, arguments[14] - count, window)
+    for q in range(total):
+        i, head = (first + q) // group, h * group + (first + q) % group
+        start, end, length = _sight(table, i, context, window)
         low, high = min(low, start), max(high, end)
         top = max(top, end if length == 0 else table[i, 1 + length] + 1)
-        for g in range(group):
-            for d in range(dim):
-                scaled[(i - first) * group + g, d] = queries[i, h * group + g, d] * scaling
+        for d in range(dim):
+            scaled[q, d] = queries[i, head, d] * scaling
     low = min(low, high)
     _score(scaled, keys, low, top, scores)
     sums[:] = 0
     for q in range(total):
-        i = first + q // group
-        start, end, length = _sight(table, i, arguments[14] - count, window)
+        i, head = (first + q) // group, h * group + (first + q) % group
+        start, end, length = _sight(table, i, context, window)
         # The sum of the weights waits in the output's first place.
-        out[i, h * group + q % group, 0] = _weigh(
+        out[i, head, 0] = _weigh(
             scores[q], low, start, end, high, table[i, 2 : 2 + length], softcap
         )
     _gather(scores, values, low, high, sums)
     for q in range(total):
-        i = first + q // group
-        for n in range(_sight(table, i, arguments[14] - count, window)[2]):
+        i, head = (first + q) // group, h * group + (first + q) % group
+        for n in range(_sight(table, i, context, window)[2]):
             weight, row = scores[q, high + n], table[i, 2 + n]
-            for d in range(padded):
-                sums[q, d] = multiply_add(weight, values[row, d], sums[q, d])
-        weights = out[i, h * group + q % group, 0]
+            for tile in range(padded // TILE):
+                for d in range(TILE):
+                    column = tile * TILE + d
+                    sums[q, column] = multiply_add(weight, values[tile, row, d], sums[q, column])
+        weights = out[i, head, 0]
         for d in range(dim):
-            out[i, h * group + q % group, d] = sums[q, d] / weights
+            out[i, head, d] = sums[q, d] / weights
 
 
 @njit
@@ -193,13 +199,13 @@ def _sum(x):
 @njit
 def _gather(scores, values, low, high, sums):
     """sums[q] += the values of the rows `low` to `high`, weighted."""
-    row = values.strides[0]
-    for block in range(low, high, BLOCK):
-        steps = min(BLOCK, high - block)
-        for tile in range(values.shape[1] // TILE):
-            target = sums.ctypes.data + tile * 4 * TILE
+    row, column = values.strides[1], values.strides[0]
+    for tile in range(values.shape[0]):
+        target = sums.ctypes.data + tile * 4 * TILE
+        for block in range(low, high, BLOCK):
+            steps = min(BLOCK, high - block)
             float_tiles(
                 len(sums), scores.ctypes.data + block * 4, scores.strides[0],
-                values.ctypes.data + block * row + tile * 4 * TILE, 4 * LANES, row, steps,
+                values.ctypes.data + tile * column + block * row, 4 * LANES, row, steps,
                 target, sums.strides[0], target, sums.strides[0],
             )  # fmt: skip

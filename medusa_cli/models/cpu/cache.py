@@ -15,7 +15,7 @@ from medusa_cli.models.cpu.tiles import LANES
 
 
 class PanelCacheLayer(TreeCacheLayer):
-    """Keys [1, H, rows / 8, D, 8]; values [1, H, rows, D'], D padded with zeros to whole tiles."""
+    """Keys [1, H, rows / 8, D, 8]; values [1, H, D / 16, rows, 16], D padded with zeros."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         """Makes empty buffers for states of this shape."""
@@ -32,20 +32,20 @@ class PanelCacheLayer(TreeCacheLayer):
         _, heads, count, dim = key_states.shape
         first = self.extend(count, heads, dim)
         store_rows(*self.arrays, key_states[0].numpy(), value_states[0].numpy(), first)
-        return self.keys, self.values[:, :, : self.rows]
+        return self.keys, self.values[:, :, :, : self.rows]
 
     def extend(self, count: int, heads: int, dim: int) -> int:
         """Makes room for `count` rows that the caller writes; returns the first one's number."""
         if not self.is_initialized:
             self._make(heads, dim)
         first, self.rows = self.rows, self.rows + count
-        if self.rows > self.values.shape[2]:
+        if self.rows > self.values.shape[3]:
             self._grow(self.rows)
         return first
 
     @property
     def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys [H, P, D, 8] and values [H, rows, D'], as kernels take them."""
+        """Keys [H, P, D, 8] and values [H, D / 16, rows, 16], as kernels take them."""
         return self._arrays
 
     def move_rows(self, sources: Sequence[int], start: int) -> None:
@@ -53,8 +53,8 @@ class PanelCacheLayer(TreeCacheLayer):
         move_rows(*self.arrays, np.array(sources), start)
 
     def _make(self, heads: int, dim: int) -> None:
-        padded = -(-dim // TILE) * TILE
-        self._keep(torch.zeros(1, heads, 0, dim, LANES), torch.zeros(1, heads, 0, padded))
+        keys = torch.zeros(1, heads, 0, dim, LANES)
+        self._keep(keys, torch.zeros(1, heads, -(-dim // TILE), 0, TILE))
         self.is_initialized = True
 
     def _keep(self, keys: Tensor, values: Tensor) -> None:
@@ -66,10 +66,10 @@ class PanelCacheLayer(TreeCacheLayer):
         keys, values = self.keys, self.values
         self._keep(
             keys.new_zeros(1, keys.shape[1], capacity // LANES, *keys.shape[3:]),
-            values.new_zeros(1, values.shape[1], capacity, values.shape[3]),
+            values.new_zeros(*values.shape[:3], capacity, TILE),
         )
         self.keys[:, :, : keys.shape[2]] = keys
-        self.values[:, :, : values.shape[2]] = values
+        self.values[:, :, :, : values.shape[3]] = values
 
 
 def is_panels(keys: Tensor) -> bool:

@@ -79,12 +79,13 @@ def matmul_int8(
 @njit(cache=True)
 def attend(
     job,
+    threads,
     scratch,  # [threads, elements] float32, see `attention.scratch_elements`
     queries,  # [N, H, D]
     keys,  # [H_kv, P, D, LANES]
-    values,  # address of [H_kv, rows, D'] ...
+    values,  # address of [H_kv, D / TILE, rows, TILE] ...
     head_bytes,  # ... from one head's to the next ...
-    padded,  # ... D'
+    padded,  # ... D in whole tiles
     rows,  # valid rows, those of the N tokens included
     table,  # [N, depth + 3] as `tree_mask.path_table` makes it; [0, 0]: causal
     window,  # 0: none
@@ -95,11 +96,13 @@ def attend(
     """Softmax attention of N rows along their paths, or of the last N rows of a text."""
     count, heads, dim = queries.shape
     kv_heads, width = keys.shape[0], keys.shape[1] * matmul.LANES
-    pieces = kv_heads * attention.chunks(count, heads // kv_heads)
+    shared = count * heads // kv_heads
+    at_once = attention.queries_at_once(shared, kv_heads, threads)
+    pieces = kv_heads * ((shared + at_once - 1) // at_once)
     arguments = (
         _address(queries), _address(keys), values, _address(table), _address(out),
         _address(scratch), scratch.strides[0], count, heads, dim, kv_heads, width,
-        head_bytes, padded, rows, table.shape[1], window,
+        head_bytes, padded, rows, table.shape[1], window, at_once,
     )  # fmt: skip
     for i in range(len(arguments)):
         job[ARGUMENTS + i] = arguments[i]

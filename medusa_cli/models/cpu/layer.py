@@ -11,7 +11,7 @@ from numba.extending import overload
 from torch import Tensor, nn
 
 from medusa_cli.models.cache import KVCache
-from medusa_cli.models.cpu import jobs, rows
+from medusa_cli.models.cpu import jobs, matmul, rows
 from medusa_cli.models.cpu.attention import scratch_elements, store_rows
 from medusa_cli.models.cpu.cache import PanelCacheLayer
 from medusa_cli.models.cpu.modules import FusedAttention, FusedMLP, PackedLinear, RMSNorm
@@ -60,10 +60,9 @@ class FusedLayer(nn.Module):
         if not isinstance(cache, KVCache) or arguments:
             return cast(Tensor, self.stock(hidden_states, *arguments, **named))
         stored = cast(PanelCacheLayer, cache.layer(self._index))
-        count, (heads, kv_heads, dim) = hidden_states.shape[1], self._sizes
-        first = stored.extend(count, kv_heads, dim)
+        first = stored.extend(hidden_states.shape[1], *self._sizes[1:])
         keys, values = stored.arrays
-        self._pool.reserve(scratch_elements(heads, kv_heads, values.shape[1], values.shape[2]))
+        self._pool.reserve(scratch_elements(values.shape[2], matmul.TILE * values.shape[1]))
         cos, sin = named["position_embeddings"]
         out = hidden_states.clone()
         decoder_layer(
@@ -102,7 +101,7 @@ def decoder_layer(
     cos,  # [N, rotated dimensions]
     sin,
     keys,  # [H_kv, P, D_head, LANES]
-    values,  # [H_kv, rows, D']
+    values,  # [H_kv, D_head / TILE, rows, TILE]
     first,  # row of the cache that the first of the N tokens gets
     table,  # as `jobs.attend` takes it
     window,
@@ -127,8 +126,9 @@ def decoder_layer(
     queries = np.ascontiguousarray(split[:, :heads])
     attended = np.empty((count, heads, dim), np.float32)
     jobs.attend(
-        job, scratch, queries, keys, np.int64(values.ctypes.data), values.strides[0],
-        values.shape[2], first + count, table, window, factors[0], factors[1], attended,
+        job, threads, scratch, queries, keys, np.int64(values.ctypes.data), values.strides[0],
+        matmul.TILE * values.shape[1], first + count, table, window, factors[0], factors[1],
+        attended,
     )  # fmt: skip
     added = np.empty((count, len(o[1])), np.float32)
     product(job, threads, attended.reshape(count, heads * dim), o, added)

@@ -27,7 +27,7 @@ def path_attention(
     module: nn.Module | None,
     query: Tensor,  # [1, H, N, D]
     key: Tensor,  # [1, H_kv, P, D, 8], from a `PanelCacheLayer`
-    value: Tensor,  # [1, H_kv, rows, D']
+    value: Tensor,  # [1, H_kv, D / 16, rows, 16]
     attention_mask: Tensor | None,  # a table [1, 1, N, depth + 3] from `tree_mask.path_table`
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -46,19 +46,21 @@ def path_attention(
         return cast(tuple[Tensor, None], found)
     assert pool is not None
     queries = query[0].transpose(0, 1).contiguous()  # [N, H, D]
-    _, heads, dim = queries.shape
+    dim = queries.shape[2]
     out = torch.empty(1, *queries.shape)
-    kv_heads, rows = value.shape[1], key.shape[2] * key.shape[4]
-    pool.reserve(scratch_elements(heads, kv_heads, rows, value.shape[3]))
+    rows = key.shape[2] * key.shape[4]
+    padded = value.shape[2] * value.shape[4]
+    pool.reserve(scratch_elements(rows, padded))
     attend(
         pool.ready(),
+        pool.threads,
         pool.scratch,
         queries.numpy(),
         key[0].numpy(),
         value.data_ptr(),
         value.stride(1) * value.element_size(),
+        padded,
         value.shape[3],
-        value.shape[2],
         table_of(attention_mask),
         sliding_window or 0,
         np.float32(dim**-0.5 if scaling is None else scaling),

@@ -38,7 +38,7 @@ def environment(base: BaseModel) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "device": str(base.device),
         "device_name": device_name(base.device),
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": base.precision,
         "engine": base.engine.name,
         "attention": base.module.config._attn_implementation,
         "parameter_bytes": base.parameter_bytes(),

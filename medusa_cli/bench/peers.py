@@ -169,6 +169,8 @@ def _generate_arm(
     }
     if sampling.temperature > 0:
         settings |= {warper: getattr(sampling, warper) for warper in _WARPERS}
+    if setup.stock is not None:
+        about = f"{about}, {str(setup.stock.dtype).removeprefix('torch.')}"
     info = ArmInfo(name, ArmKind.PEER, about, sampling, comparable=sampling.temperature == 0)
     speculative = config is not None or arguments is not None
     module = setup.stock or model.base.module

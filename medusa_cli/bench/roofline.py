@@ -169,7 +169,7 @@ def measure_roofline(
         warnings.append(f"other processes used {load.share():.0%} of this machine meanwhile")
     return Roofline(
         device=device_name(base.device),
-        dtype=str(base.dtype).removeprefix("torch."),
+        dtype=base.precision,
         roof=roof,
         points=tuple(point for point in points if point.part is not Part.PRODUCT),
         attention_product=tuple(point for point in points if point.part is Part.PRODUCT),

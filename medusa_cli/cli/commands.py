@@ -166,7 +166,7 @@ class Commands:
                 base = self._chat.model.base
                 self._repl.say(
                     f"{self._chat.model.name}: {type(base.module).__name__}, "
-                    f"{base.parameter_bytes() / 1e9:.2f} GB, {base.dtype} on {base.device}, "
+                    f"{base.parameter_bytes() / 1e9:.2f} GB, {base.precision} on {base.device}, "
                     f"context {base.context_length} tokens"
                 )
             case _:

@@ -32,9 +32,11 @@ class Engine:
         paths: whether its attention reads path tables instead of masks.
         own_threads: it spreads work over threads itself; torch then gets one.
         cache_layer: what its attention reads keys and values from.
+        quantized: how it stores linear layers, None: as the model's dtype says.
     """
 
     name = "torch"
+    quantized: str | None = None
     paths = False
     own_threads = False
     cache_layer = TreeCacheLayer
@@ -85,6 +87,11 @@ class BaseModel:
         self.hidden_size = int(config.hidden_size)
         parameters = inspect.signature(module.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    @property
+    def precision(self) -> str:
+        """In which numbers the weights are stored, in a word."""
+        return self.engine.quantized or str(self.dtype).removeprefix("torch.")
 
     def parameter_bytes(self) -> int:
         """Memory held by the weights, in bytes."""

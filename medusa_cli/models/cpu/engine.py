@@ -46,6 +46,7 @@ class CpuEngine(Engine):
 
     def __init__(self, int8: bool, pool: Pool, *, paths: bool) -> None:
         self.name = f"cpu {'int8' if int8 else 'float32'}"
+        self.quantized = "int8" if int8 else None
         self.paths = paths
         self.cache_layer = PanelCacheLayer if paths else TreeCacheLayer
         self.pool, self._linear = pool, Int8Linear if int8 else FloatLinear

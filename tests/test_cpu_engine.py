@@ -17,6 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention
 from typer.testing import CliRunner
 
 import medusa_cli
@@ -380,6 +381,43 @@ def test_what_computes_something_else_stays_stock() -> None:
     torch.testing.assert_close(
         fast.extend(ids(30), KVCache()).logits, expected[0], atol=2e-4, rtol=1e-3
     )
+
+
+class _ForgetfulAttention(MistralAttention):
+    """Leaves the sliding window to the mask, which our attention does not read."""
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        window, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.config.sliding_window = window
+
+
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_windows_wider_than_the_probe_are_kept(forgetful: bool) -> None:
+    torch.manual_seed(0)
+    stock = ARCHITECTURES["mistral"]().eval()
+    stock.config.sliding_window = 60
+    if forgetful:
+        for layer in stock.model.layers:
+            layer.self_attn.__class__ = _ForgetfulAttention
+    expected = stock(ids(100)[None]).logits[0]
+    fast = accelerate(stock, int8=False, threads=THREADS)
+    assert fast.engine.paths is not forgetful
+    found = fast.extend(ids(100), KVCache()).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_a_bias_of_some_projections_only_is_kept() -> None:
+    torch.manual_seed(0)
+    stock = tiny_module()
+    for layer in stock.model.layers:
+        layer.self_attn.q_proj.bias = nn.Parameter(torch.randn(layer.self_attn.q_proj.out_features))
+        layer.mlp.up_proj.bias = nn.Parameter(torch.randn(48))
+    expected = stock(ids(30)[None]).logits[0]
+    found = accelerate(stock, int8=False, threads=THREADS).extend(ids(30), KVCache()).logits
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

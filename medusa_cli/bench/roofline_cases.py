@@ -152,7 +152,7 @@ def _path_attention(
     pool: "Pool", noise: Noise, shape: AttentionShape, batch: int, context: int, count: int
 ) -> Run:
     from medusa_cli.models.cpu.cache import PanelCacheLayer
-    from medusa_cli.models.cpu.paths import path_attention
+    from medusa_cli.models.cpu.paths import PathAttention
 
     query = noise.make(1, shape.heads, count, shape.head_dim)
     new = noise.make(1, shape.kv_heads, context + count, shape.head_dim)
@@ -160,10 +160,12 @@ def _path_attention(
     depths, paths = _chain(count, query.device)
     table = path_table(depths, paths, context) if count > 1 else None
 
+    attention = PathAttention(pool)
+
     def run() -> None:
         for keys, values in stored:
             for _ in range(batch):
-                path_attention(None, query, keys, values, table, pool=pool)
+                attention(None, query, keys, values, table)
 
     return run
 

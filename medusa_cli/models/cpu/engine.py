@@ -28,7 +28,7 @@ from medusa_cli.models.cpu.modules import (
     PackedLinear,
     RMSNorm,
 )
-from medusa_cli.models.cpu.paths import path_attention
+from medusa_cli.models.cpu.paths import PathAttention
 from medusa_cli.models.cpu.pool import Pool
 
 if TYPE_CHECKING:
@@ -98,12 +98,17 @@ def accelerate(module: "PreTrainedModel", *, int8: bool, threads: int) -> BaseMo
     stock = _probe(BaseModel(module))
     _replace(module, _rms_norm)
     _replace(module, _fused_mlp)
-    engine = CpuEngine(int8, pool, paths=True)
+    engine, attention = CpuEngine(int8, pool, paths=True), PathAttention(pool)
     before = module.config._attn_implementation
-    _register_paths(module, pool)
-    if _agree(_probe(BaseModel(module, engine)), stock):
-        fused = partial(_fused_attention, attention=partial(path_attention, pool=pool))
-        _replace(module, fused, lambda: _agree(_probe(BaseModel(module, engine)), stock))
+    _register_paths(module, attention)
+    along_paths = BaseModel(module, engine)
+    windows = attention.windows = []
+    window = along_paths.layout.window
+    # The probe is shorter than most windows: attention must be told of them.
+    if _computes(along_paths, stock) and (window is None or window in windows):
+        fused_windows = attention.windows = []
+        fused = partial(_fused_attention, attention=attention)
+        _replace(module, fused, lambda: _computes(along_paths, stock) and fused_windows == windows)
     else:
         engine = CpuEngine(int8, pool, paths=False)
         module.set_attn_implementation(before)
@@ -112,11 +117,20 @@ def accelerate(module: "PreTrainedModel", *, int8: bool, threads: int) -> BaseMo
     engine.pack(module)
     if tied:
         module.set_input_embeddings(PackedEmbedding(module.get_output_embeddings()))
+    attention.windows = None
     base = BaseModel(module, engine)
     in_parts = _probe(base)
     tolerance = INT8_TOLERANCE if int8 else TOLERANCE
-    _replace(module, _fused_layer, lambda: _agree(_probe(base), in_parts, tolerance))
+    _replace(module, _fused_layer, lambda: _computes(base, in_parts, tolerance))
     return base
+
+
+def _computes(base: BaseModel, wanted: Tensor, tolerance: float = TOLERANCE) -> bool:
+    """Whether a model still gives the probe's logits."""
+    try:
+        return _agree(_probe(base), wanted, tolerance)
+    except Exception:  # noqa: BLE001  # its own code may call what was replaced in another way
+        return False
 
 
 def _probe(base: BaseModel) -> Tensor:  # [6, V]
@@ -131,13 +145,13 @@ def _probe(base: BaseModel) -> Tensor:  # [6, V]
     return torch.cat([prompt.logits, tree.logits])
 
 
-def _register_paths(module: "PreTrainedModel", pool: Pool) -> None:
-    """Makes the model's attention modules call `path_attention`."""
+def _register_paths(module: "PreTrainedModel", attention: PathAttention) -> None:
+    """Makes the model's attention modules call our attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    name = f"medusa-paths-{pool.threads}"
-    AttentionInterface.register(name, partial(path_attention, pool=pool))
+    name = f"medusa-paths-{attention.pool.threads}"
+    AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, sdpa_mask)  # read with other caches than ours only
     module.set_attn_implementation(name)
 
@@ -181,9 +195,10 @@ def _fused_mlp(stock: Any) -> nn.Module | None:
     if not _has_linears(stock, names) or not isinstance(getattr(stock, "act_fn", None), nn.Module):
         return None
     gate, up, down = (getattr(stock, name) for name in names)
-    if gate.out_features != up.out_features:
+    joined = _joined([gate, up])
+    if joined is None or gate.out_features != up.out_features:
         return None
-    new = FusedMLP(_joined([gate, up]), down, stock.act_fn, gate.out_features)
+    new = FusedMLP(joined, down, stock.act_fn, gate.out_features)
     return new if _same(stock, new, gate.in_features) else None
 
 
@@ -194,7 +209,7 @@ def _fused_attention(stock: Any, attention: Any) -> nn.Module | None:
     if not known or not getattr(stock, "use_rope", True):
         return None
     joined = _joined([stock.q_proj, stock.k_proj, stock.v_proj])
-    return FusedAttention(stock, joined, attention)
+    return None if joined is None else FusedAttention(stock, joined, attention)
 
 
 def _fused_layer(stock: nn.Module) -> nn.Module | None:
@@ -202,12 +217,18 @@ def _fused_layer(stock: nn.Module) -> nn.Module | None:
 
 
 def _has_linears(module: nn.Module, names: tuple[str, ...]) -> bool:
-    return all(type(getattr(module, name, None)) is nn.Linear for name in names)
+    layers = [getattr(module, name, None) for name in names]
+    return all(type(layer) is nn.Linear for layer in layers)
 
 
-def _joined(parts: list[nn.Linear]) -> nn.Linear:
-    """One layer with the outputs of several; theirs become views of its weights."""
+def _joined(parts: list[nn.Linear]) -> nn.Linear | None:
+    """One layer with the outputs of several; theirs become views of its weights.
+
+    None where only some have a bias.
+    """
     has_bias = parts[0].bias is not None
+    if any((part.bias is not None) != has_bias for part in parts):
+        return None
     with torch.device("meta"):
         joined = nn.Linear(parts[0].in_features, sum(p.out_features for p in parts), bias=has_bias)
     state = {"weight": torch.cat([part.weight for part in parts])}

@@ -6,6 +6,7 @@ It runs the same kernels as the modules of the layer, without going back to Pyth
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numba import njit
 from numba.extending import overload
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class FusedLayer(nn.Module):
         keys, values = stored.arrays
         self._pool.reserve(scratch_elements(values.shape[2], matmul.TILE * values.shape[1]))
         cos, sin = named["position_embeddings"]
-        out = hidden_states.clone()
+        out = hidden_states.clone(memory_format=torch.contiguous_format)
         decoder_layer(
             self._pool.ready(), self._pool.threads, self._pool.scratch, out[0].numpy(),
             self._norms, self._epsilons, self._products, self._sizes, self._head_norms,

@@ -74,16 +74,16 @@ def test_a_full_disk_is_one_line(model_folder: Path, environment: dict[str, str]
 
 
 SLOW_PROMPT = ("-n", "100", "-p", "Hi", "--format", "json")
-# Runs the command line on a model that takes half a second for each forward.
+# Runs the command line on a model that takes half a second for each verification.
 SLOW_MODEL = """
 import time
-from medusa_cli.models.base import BaseModel
-forward = BaseModel._forward
-def slow(*arguments, **options):
-    print("forward", file=__import__("sys").stderr, flush=True)
+from medusa_cli.decoding import decode
+verify = decode.verify
+def slow(*arguments):
+    print("verify", file=__import__("sys").stderr, flush=True)
     time.sleep(0.5)
-    return forward(*arguments, **options)
-BaseModel._forward = slow
+    return verify(*arguments)
+decode.verify = slow
 from medusa_cli.cli.app import main
 main()
 """
@@ -97,7 +97,7 @@ def start_slow(folder: Path, environment: dict[str, str], *arguments: str) -> An
     )  # fmt: skip
     assert process.stderr is not None
     for _ in range(3):
-        assert process.stderr.readline() == "forward\n"
+        assert process.stderr.readline() == "verify\n"
     return process
 
 

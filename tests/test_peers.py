@@ -39,7 +39,8 @@ def answer(arm: Arm | Unavailable, tokens: int = 24) -> tuple[list[int], list[in
     emitted: list[int] = []
     counts: list[int] = []
 
-    def on_step(new: Sequence[int], _accept: int) -> None:
+    def on_step(new: Sequence[int], _accept_length: int, nodes: int = 0) -> None:
+        del nodes
         emitted.extend(new)
         counts.append(len(new))
 

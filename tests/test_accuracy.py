@@ -87,7 +87,7 @@ def test_hidden_rows_do_not_depend_on_the_chunks(base: BaseModel, chunk: int) ->
         expected = base.module(input_ids=ids[None], use_cache=False).logits[0]
     cache = KVCache()
     base.prefill(ids[:9], cache)
-    rows = [base.hidden_rows(part, cache) for part in ids[9:].split(chunk)]
+    rows = [base.extend(part, cache).hidden for part in ids[9:].split(chunk)]
     hidden = torch.cat(rows)
     assert hidden.shape == (38, HIDDEN)
     assert cache.get_seq_length() == 47

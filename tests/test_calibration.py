@@ -151,7 +151,7 @@ def test_kept_log_probabilities_are_those_of_drafting() -> None:
     kept = log_probs(found.evidence, fit(found.evidence))
     ids = [*model.encode("Hello"), *model.generate("Hello", limits=Limits(24)).token_ids]
     start = len(model.encode("Hello"))
-    hidden = base.hidden_rows(torch.tensor(ids), KVCache())
+    hidden = base.extend(torch.tensor(ids), KVCache()).hidden
     for t in range(found.traces.positions):
         pending = torch.tensor(ids[start + t])
         said = heads.score(hidden[start + t - 1], pending, point.temperatures, CANDIDATES)

@@ -53,7 +53,7 @@ def fitted_heads(architecture: str) -> Heads:
         limits = Limits(30, ignore_eos=True)
         prompt = plain.encode(str(question.first))
         text = [*prompt, *plain.generate(prompt, limits=limits).token_ids]
-        hidden = base.hidden_rows(torch.tensor(text), KVCache())
+        hidden = base.extend(torch.tensor(text), KVCache()).hidden
         for k in range(HEADS):
             for row in range(len(prompt) - 1, len(text) - k - 2):
                 inputs[k].append(hidden[row])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.decoding.tree import Tree
+from medusa_cli.models.tree_mask import ancestors
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,12 @@ class TreeBuffers:
     levels: tuple[int, ...]
     depths: Tensor  # [N]
     parents: Tensor  # [N], -1 at the root
-    ancestors: Tensor  # [N, N] bool, a node's own column included
     paths: Tensor  # [N, depth + 1], nodes from the root to each node, then that node repeated
+
+    @property
+    def ancestors(self) -> Tensor:  # [N, N] bool
+        """True where the column's node is on the row's path, its own included."""
+        return ancestors(self.paths)
 
     @property
     def nodes(self) -> int:
@@ -47,7 +52,6 @@ class TreeBuffers:
             self.levels[: depth + 2],
             self.depths[:n],
             self.parents[:n],
-            self.ancestors[:n, :n],
             self.paths[:n, : depth + 1],
         )
 
@@ -67,20 +71,15 @@ def shape_buffers(parents: Sequence[int], device: torch.device) -> TreeBuffers:
     assert depths == sorted(depths), "nodes come level by level"
     levels.append(len(parents))
     n = len(parents)
-    ancestors = np.zeros((n, n), dtype=np.bool_)
     paths = np.zeros((n, len(levels) - 1), dtype=np.int64)
-    ancestors[0, 0] = True
     for node in range(1, n):
         parent = parents[node]
-        ancestors[node] = ancestors[parent]
-        ancestors[node, node] = True
         paths[node] = paths[parent]
         paths[node, depths[node] :] = node
     return TreeBuffers(
         levels=tuple(levels),
         depths=torch.tensor(depths, device=device),
         parents=torch.tensor(parents, device=device),
-        ancestors=torch.from_numpy(ancestors).to(device),
         paths=torch.from_numpy(paths).to(device),
     )
 

@@ -132,20 +132,6 @@ class BaseModel:
         """Reads N tokens of a text, each with its logits; the cache gains N rows."""
         return self._forward(ids, self._next_positions(ids, cache), None, cache, 0)
 
-    @torch.inference_mode()
-    def hidden_rows(
-        self,
-        ids: Tensor,  # [N], the tokens behind those in the cache
-        cache: KVCache,
-    ) -> Tensor:  # [N, D]
-        """What the LM head reads at N tokens of a text; the cache gains N rows.
-
-        The LM head itself runs on the last row alone.
-        """
-        return self._forward(
-            ids, self._next_positions(ids, cache), None, cache, 0, lm_head_rows=1
-        ).hidden
-
     @staticmethod
     def _next_positions(ids: Tensor, cache: KVCache) -> Tensor:  # [N] -> [N]
         start = cache.get_seq_length()
@@ -158,14 +144,12 @@ class BaseModel:
         mask: Tensor | dict[str, Tensor] | None,
         cache: KVCache,
         logits_to_keep: int,
-        lm_head_rows: int | None = None,  # how many from the end get logits; None: all
     ) -> ForwardOutput:
         hidden: list[Tensor] = []
         cache.use_layers(self.engine.cache_layer)
 
-        def capture(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        def capture(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
             hidden.append(arguments[0])  # [1, N, D]
-            return None if lm_head_rows is None else (arguments[0][:, -lm_head_rows:],)
 
         handle = self.lm_head.register_forward_pre_hook(capture)
         try:

@@ -44,8 +44,8 @@ def tree_mask(
     if layout.paths:
         table = path_table(depths, paths, rows)
         return dict.fromkeys(layout.layer_types, table) if layout.layer_types else table
-    ancestors = torch.zeros(nodes, nodes, dtype=torch.bool, device=device).scatter_(1, paths, True)
-    visible = torch.cat([ancestors.new_ones(nodes, rows), ancestors], dim=1)  # [N, L + N]
+    own = ancestors(paths)
+    visible = torch.cat([own.new_ones(nodes, rows), own], dim=1)  # [N, L + N]
     full = _additive(visible, dtype)
     if layout.window is None:
         return dict.fromkeys(layout.layer_types, full) if layout.layer_types else full
@@ -56,6 +56,13 @@ def tree_mask(
     if not layout.layer_types:
         return windowed
     return {kind: windowed if kind == SLIDING else full for kind in layout.layer_types}
+
+
+def ancestors(paths: Tensor) -> Tensor:  # [N, depth + 1] -> [N, N] bool
+    """True where the column's node is on the row's path, its own included."""
+    nodes = len(paths)
+    none = torch.zeros(nodes, nodes, dtype=torch.bool, device=paths.device)
+    return none.scatter_(1, paths, True)
 
 
 def path_table(

@@ -40,13 +40,12 @@ def matmul_float(
 ):
     """out = x @ w.T + bias."""
     tiles = w.shape[0] // matmul.PANELS
-    pieces = min(tiles, PIECES_PER_THREAD * threads) if threads > 1 else 1
+    pieces = _pieces(tiles, threads)
     arguments = (
         _address(x), x.strides[0], x.shape[0], x.shape[1], _address(w), _address(bias),
         _address(out), out.strides[0], tiles, pieces,
     )  # fmt: skip
-    for i in range(len(arguments)):
-        job[ARGUMENTS + i] = arguments[i]
+    _write(job, arguments)
     _run(job, FLOAT, pieces)
 
 
@@ -63,7 +62,7 @@ def matmul_int8(
 ):
     """out = (rows of x in 16 bits @ w.T) * scales + bias."""
     tiles = w.shape[0] // matmul.PANELS
-    pieces = min(tiles, PIECES_PER_THREAD * threads) if threads > 1 else 1
+    pieces = _pieces(tiles, threads)
     rows = np.empty((x.shape[0], 2 * w.shape[1]), np.int16)
     row_scales = np.empty(x.shape[0], np.float32)
     matmul.quantize_rows(x, limit, rows, row_scales)
@@ -71,8 +70,7 @@ def matmul_int8(
         _address(rows), rows.strides[0], rows.shape[0], w.shape[1], _address(w), _address(bias),
         _address(out), out.strides[0], tiles, pieces, _address(scales), _address(row_scales),
     )  # fmt: skip
-    for i in range(len(arguments)):
-        job[ARGUMENTS + i] = arguments[i]
+    _write(job, arguments)
     _run(job, INT8, pieces)
 
 
@@ -104,12 +102,22 @@ def attend(
         _address(scratch), scratch.strides[0], count, heads, dim, kv_heads, width,
         head_bytes, padded, rows, table.shape[1], window, at_once,
     )  # fmt: skip
-    for i in range(len(arguments)):
-        job[ARGUMENTS + i] = arguments[i]
+    _write(job, arguments)
     behind = ARGUMENTS + len(arguments)
     factors = job[behind : behind + 1].view(np.float32)
     factors[0], factors[1] = scaling, softcap
     _run(job, ATTENTION, pieces)
+
+
+@njit
+def _pieces(tiles, threads):
+    return min(tiles, PIECES_PER_THREAD * threads) if threads > 1 else 1
+
+
+@njit
+def _write(job, arguments):
+    for i in range(len(arguments)):
+        job[ARGUMENTS + i] = arguments[i]
 
 
 @njit

@@ -158,7 +158,7 @@ def test_the_portable_tile_computes_what_that_of_avx2_does() -> None:
         steps = w.shape[1]
         for t in range(w.shape[0] // 2):
             tile(
-                x.ctypes.data, 0, w.ctypes.data + t * 32 * steps, 16 * steps, steps,
+                x.ctypes.data, 0, w.ctypes.data + t * 32 * steps, 16 * steps, 64, steps,
                 scales.ctypes.data + 64 * t, row_scales.ctypes.data, bias.ctypes.data + 64 * t,
                 out.ctypes.data + 64 * t, 0,
             )  # fmt: skip
@@ -210,7 +210,7 @@ def attend(
     if tree_rows == 0:
         table = np.zeros((0, 0), np.int64)
     out = torch.empty(queries.shape)
-    POOL.reserve(attention.scratch_elements(256, padded))
+    POOL.reserve(attention.scratch_elements(len(queries), 256, padded))
     jobs.attend(
         POOL.ready(), THREADS, POOL.scratch, queries.numpy(), panels, stored.ctypes.data,
         stored.strides[0], padded, rows, table, window or 0,

@@ -1,8 +1,11 @@
 """Attention of a few query rows over a KV cache, each row over its own keys in path order.
 
-A tree node sees the cached rows and its ancestors. Its scores are put side by side in the order of
-positions, so softmax and the sum over values go through the very steps that a lone row at that
-position goes through: a node's output is bit-identical to that of plain decoding on its path.
+A tree node sees the cached rows and its ancestors. Positions are cut into blocks of `BLOCK`. In
+each block a node's scores are put side by side in the order of positions, and softmax and the sum
+over values go through the very steps that a lone row at that position goes through; the blocks'
+results are joined in their order. So a node's output is bit-identical to that of plain decoding
+on its path, and the keys and values of a block are read once for all its queries, by any thread.
+Source of the joining: Milakov and Gimelshein 2018, arXiv 1805.02867.
 
 Keys lie in panels of `LANES` rows, [H_kv, rows / 8, D, 8], so that scores are a matrix product of
 `matmul`; values lie in columns as wide as a tile, [H_kv, D / 16, rows, 16], so that each is one
@@ -13,6 +16,7 @@ import numpy as np
 from numba import carray, njit, types  # type: ignore[attr-defined]
 
 from medusa_cli.models.cpu.matmul import TILE, float_tiles
+from medusa_cli.models.cpu.pool import atomic_add
 from medusa_cli.models.cpu.rows import LARGEST, exponential, greatest
 from medusa_cli.models.cpu.tiles import (
     LANES,
@@ -22,8 +26,9 @@ from medusa_cli.models.cpu.tiles import (
     multiply_add,
 )
 
-QUERIES = 16  # most of a piece
-BLOCK = 256  # rows of values at a time; they stay in the first-level cache
+QUERIES = 32  # most of a piece
+BLOCK = 128  # positions, whole tiles
+AHEAD = 4096  # bytes of values that are fetched before they are needed
 _F32 = types.float32
 
 
@@ -65,32 +70,47 @@ def move_rows(
                 )  # fmt: skip
 
 
-def scratch_elements(rows: int, padded: int) -> int:
-    """Floats that a thread works in: scores over `rows` rows, queries and sums of one piece."""
-    return QUERIES * (rows + 2 * padded)
+@njit
+def shares(
+    count,
+    heads,
+    kv_heads,
+    rows,
+    threads,
+):
+    """How the work is cut: queries of a piece, pieces of a block, blocks, pieces over the blocks.
+
+    The queries of a KV head, `heads` / `kv_heads` for each row, are cut into groups. Where there
+    are few groups, each block of each is a piece; else a piece goes through all blocks.
+    """
+    queries = count * heads // kv_heads
+    groups = (queries + QUERIES - 1) // QUERIES
+    at_once = (queries + groups - 1) // groups
+    blocks = (rows + BLOCK - 1) // BLOCK
+    units = kv_heads * groups
+    return at_once, units, blocks, blocks if units < 2 * threads else 1
 
 
 @njit
-def queries_at_once(queries, kv_heads, threads):
-    """How many of the queries of a KV head a piece takes: all threads shall find some."""
-    shared = queries * kv_heads // (4 * threads) if threads > 1 else QUERIES
-    return min(QUERIES, max(1, shared))
+def scratch_elements(count, rows, padded):
+    """Floats that a thread works in: scores, queries, and the results of the blocks of a piece."""
+    blocks = (rows + BLOCK - 1) // BLOCK
+    return QUERIES * (BLOCK + count + 2 * TILE + padded + blocks * (padded + 2))
 
 
 @njit(error_model="numpy")
 def piece(arguments, number, thread):
-    """Some queries of one KV head; arguments as `jobs.attend` writes them.
-
-    A KV head has `group` queries for each row: those of the query heads that share it.
-    """
+    """Some queries of one KV head over one block or all; arguments as `jobs.attend` writes them."""
     count, heads, dim, kv_heads = arguments[7], arguments[8], arguments[9], arguments[10]
     width, head_bytes, padded = arguments[11], arguments[12], arguments[13]
     columns, window, at_once = arguments[15], arguments[16], arguments[17]
-    factors = arguments[18:19].view(np.float32)
+    blocks, split = arguments[18], arguments[19]
+    factors = arguments[22:23].view(np.float32)
     scaling, softcap = factors[0], factors[1]
     group = heads // kv_heads
-    pieces = (count * group + at_once - 1) // at_once
-    h, first = number // pieces, number % pieces * at_once
+    groups = (count * group + at_once - 1) // at_once
+    unit = number // split
+    h, first = unit // groups, unit % groups * at_once
     total = min(at_once, count * group - first)
     context = arguments[14] - count
 
@@ -100,40 +120,95 @@ def piece(arguments, number, thread):
     table = carray(ints_at(arguments[3]), (count, columns))
     out = carray(floats_at(arguments[4]), (count, heads, dim))
     scratch = arguments[5] + thread * arguments[6]
-    scores = carray(floats_at(scratch), (total, width))
-    sums = carray(floats_at(scratch + 4 * total * width), (total, padded))
-    scaled = carray(floats_at(scratch + 4 * total * (width + padded)), (total, dim))
+    scores = carray(floats_at(scratch), (total, BLOCK))
+    scratch += 4 * total * BLOCK
+    tree_width = count + 2 * TILE
+    tree_scores = carray(floats_at(scratch), (total, tree_width))
+    scratch += 4 * total * tree_width
+    scaled = carray(floats_at(scratch), (total, dim))
+    scratch += 4 * total * padded
+    if split > 1:
+        scratch = arguments[20] + 4 * unit * blocks * at_once * (padded + 2)
+    results = carray(floats_at(scratch), (blocks, total, padded + 2))
 
-    low, high, top = width, 0, 0
     for q in range(total):
         i, head = (first + q) // group, h * group + (first + q) % group
-        start, end, length = _sight(table, i, context, window)
-        low, high = min(low, start), max(high, end)
-        top = max(top, end if length == 0 else table[i, 1 + length] + 1)
         for d in range(dim):
             scaled[q, d] = queries[i, head, d] * scaling
-    low = min(low, high)
-    _score(scaled, keys, low, top, scores)
-    sums[:] = 0
-    for q in range(total):
-        i, head = (first + q) // group, h * group + (first + q) % group
+    start = number % split
+    for block in range(start, start + 1 if split > 1 else blocks):
+        _block(
+            block, scaled, keys, values, table, context, count, window, softcap, first, group,
+            scores, tree_scores, results[block],
+        )  # fmt: skip
+    if split == 1 or atomic_add(arguments[21] + 8 * unit, 1) == split - 1:
+        for q in range(total):
+            i, head = (first + q) // group, h * group + (first + q) % group
+            _join(results[:, q], out[i, head])
+
+
+@njit(error_model="numpy")
+def _block(
+    block, scaled, keys, values, table, context, count, window, softcap, first, group,
+    scores, tree_scores, result,
+):  # fmt: skip
+    """Attention within one block: for each query the greatest score, the sum of weights, sums."""
+    low = block * BLOCK
+    behind = low + BLOCK
+    high, on_paths = low, False
+    for q in range(len(scaled)):
+        _, end, length = _sight(table, (first + q) // group, context, window)
+        high = max(high, min(end, behind))
+        on_paths |= length > 0 and end < behind and end + length > low
+    _score(scaled, keys, low, high, scores)
+    tree_first = context // TILE * TILE
+    if on_paths:
+        _score(scaled, keys, tree_first, context + count, tree_scores)
+    for q in range(len(scaled)):
+        i = (first + q) // group
         start, end, length = _sight(table, i, context, window)
-        # The sum of the weights waits in the output's first place.
-        out[i, head, 0] = _weigh(
-            scores[q], low, start, end, high, table[i, 2 : 2 + length], softcap
-        )
+        seen, cached = max(start, low), max(low, min(end, behind))
+        on_path = range(max(0, seen - end), min(length, behind - end))
+        for n in on_path:
+            scores[q, end + n - low] = tree_scores[q, table[i, 2 + n] - tree_first]
+        row = scores[q, seen - low : max(seen, min(end + length, behind)) - low]
+        result[q, 0], result[q, 1] = _weigh(row, softcap)
+        # From here on the weights of the path stand apart from those of the cached rows.
+        for n in on_path:
+            tree_scores[q, n] = scores[q, end + n - low]
+        scores[q, : min(seen, high) - low] = 0
+        scores[q, cached - low : high - low] = 0
+    sums = result[:, 2:]
+    sums[:] = 0
     _gather(scores, values, low, high, sums)
-    for q in range(total):
-        i, head = (first + q) // group, h * group + (first + q) % group
-        for n in range(_sight(table, i, context, window)[2]):
-            weight, row = scores[q, high + n], table[i, 2 + n]
-            for tile in range(padded // TILE):
+    for q in range(len(scaled)):
+        i = (first + q) // group
+        start, end, length = _sight(table, i, context, window)
+        for n in range(max(0, max(start, low) - end), min(length, behind - end)):
+            weight, row = tree_scores[q, n], table[i, 2 + n]
+            for tile in range(values.shape[0]):
                 for d in range(TILE):
                     column = tile * TILE + d
                     sums[q, column] = multiply_add(weight, values[tile, row, d], sums[q, column])
-        weights = out[i, head, 0]
-        for d in range(dim):
-            out[i, head, d] = sums[q, d] / weights
+
+
+@njit(error_model="numpy")
+def _join(results, out):
+    """The attention over all blocks, from what `_block` found in each."""
+    largest = _F32(-np.inf)
+    for block in range(len(results)):
+        if results[block, 1] > 0:
+            largest = max(largest, results[block, 0])
+    total = _F32(0)
+    out[:] = 0
+    for block in range(len(results)):
+        if results[block, 1] > 0:
+            factor = exponential(max(results[block, 0] - largest, _F32(-LARGEST)))
+            total += results[block, 1] * factor
+            for d in range(len(out)):
+                out[d] += results[block, 2 + d] * factor
+    for d in range(len(out)):
+        out[d] /= total
 
 
 @njit
@@ -148,37 +223,28 @@ def _sight(table, i, context, window):
 
 
 @njit
-def _score(scaled, keys, low, top, scores):
-    """scores[q, j] = scaled[q] . key j for j from `low` (or some before it) up to `top`."""
+def _score(scaled, keys, low, high, scores):
+    """scores[q, j] = scaled[q] . key low + j, up to key `high`; `low` begins a tile."""
     zeros = np.zeros(TILE, np.float32)
     panel = keys.shape[1] * 4 * LANES
-    for tile in range(low // TILE, (top + TILE - 1) // TILE):
+    for tile in range(low // TILE, (high + TILE - 1) // TILE):
         float_tiles(
             len(scaled), scaled.ctypes.data, scaled.strides[0],
-            keys.ctypes.data + tile * PANELS * panel, panel, 4 * LANES, keys.shape[1],
-            zeros.ctypes.data, 0, scores.ctypes.data + tile * 4 * TILE, scores.strides[0],
+            keys.ctypes.data + tile * PANELS * panel, panel, 4 * LANES, PANELS * panel,
+            keys.shape[1], zeros.ctypes.data, 0,
+            scores.ctypes.data + 4 * (tile * TILE - low), scores.strides[0],
         )  # fmt: skip
 
 
 @njit(error_model="numpy")
-def _weigh(scores, low, start, end, high, path, softcap):
-    """Turns a row's scores into weights in the order of positions; returns their sum.
-
-    Afterwards the weights of the path follow those of the cached rows, from `high` on, and cached
-    rows that are not seen, `low` to `high`, weigh nothing.
-    """
-    for n in range(len(path)):
-        scores[end + n] = scores[path[n]]
-    seen = scores[start : end + len(path)]
+def _weigh(scores, softcap):
+    """Turns scores into weights, exp(score - greatest); returns the greatest, and their sum."""
     if softcap > 0:
-        for j in range(len(seen)):
-            seen[j] = softcap * np.tanh(seen[j] / softcap)
-    _exponentials(seen, greatest(seen, 1))
-    total = _sum(seen)
-    scores[low:start] = 0
-    if end < high:
-        scores[end:high] = 0
-    return total
+        for j in range(len(scores)):
+            scores[j] = softcap * np.tanh(scores[j] / softcap)
+    largest = greatest(scores)
+    _exponentials(scores, largest)
+    return largest, _sum(scores)
 
 
 @njit
@@ -197,15 +263,15 @@ def _sum(x):
 
 
 @njit
-def _gather(scores, values, low, high, sums):
+def _gather(weights, values, low, high, sums):
     """sums[q] += the values of the rows `low` to `high`, weighted."""
+    if high == low:
+        return
     row, column = values.strides[1], values.strides[0]
     for tile in range(values.shape[0]):
         target = sums.ctypes.data + tile * 4 * TILE
-        for block in range(low, high, BLOCK):
-            steps = min(BLOCK, high - block)
-            float_tiles(
-                len(sums), scores.ctypes.data + block * 4, scores.strides[0],
-                values.ctypes.data + tile * column + block * row, 4 * LANES, row, steps,
-                target, sums.strides[0], target, sums.strides[0],
-            )  # fmt: skip
+        float_tiles(
+            len(sums), weights.ctypes.data, weights.strides[0],
+            values.ctypes.data + tile * column + low * row, 4 * LANES, row, AHEAD, high - low,
+            target, sums.strides[0], target, sums.strides[0],
+        )  # fmt: skip

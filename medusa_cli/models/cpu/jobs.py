@@ -1,12 +1,13 @@
 """Products and attention as jobs of a pool: what modules call, and the helpers' loop."""
 
 import numpy as np
-from numba import njit
+from numba import carray, njit  # type: ignore[attr-defined]
 
-from medusa_cli.models.cpu import attention, matmul, pool
+from medusa_cli.models.cpu import attention, matmul, pool, rows
 from medusa_cli.models.cpu.pool import ARGUMENTS, KIND, NAPS, RUNNING, SPINS
+from medusa_cli.models.cpu.tiles import floats_at
 
-FLOAT, INT8, ATTENTION = 0, 1, 2
+FLOAT, INT8, ATTENTION, SILU = 0, 1, 2, 3
 PIECES_PER_THREAD = 4  # so that a thread that comes late still finds some
 
 
@@ -63,11 +64,11 @@ def matmul_int8(
     """out = (rows of x in 16 bits @ w.T) * scales + bias."""
     tiles = w.shape[0] // matmul.PANELS
     pieces = _pieces(tiles, threads)
-    rows = np.empty((x.shape[0], 2 * w.shape[1]), np.int16)
+    whole = np.empty((x.shape[0], 2 * w.shape[1]), np.int16)
     row_scales = np.empty(x.shape[0], np.float32)
-    matmul.quantize_rows(x, limit, rows, row_scales)
+    matmul.quantize_rows(x, limit, whole, row_scales)
     arguments = (
-        _address(rows), rows.strides[0], rows.shape[0], w.shape[1], _address(w), _address(bias),
+        _address(whole), whole.strides[0], whole.shape[0], w.shape[1], _address(w), _address(bias),
         _address(out), out.strides[0], tiles, pieces, _address(scales), _address(row_scales),
     )  # fmt: skip
     _write(job, arguments)
@@ -94,19 +95,42 @@ def attend(
     """Softmax attention of N rows along their paths, or of the last N rows of a text."""
     count, heads, dim = queries.shape
     kv_heads, width = keys.shape[0], keys.shape[1] * matmul.LANES
-    shared = count * heads // kv_heads
-    at_once = attention.queries_at_once(shared, kv_heads, threads)
-    pieces = kv_heads * ((shared + at_once - 1) // at_once)
+    at_once, units, blocks, split = attention.shares(count, heads, kv_heads, rows, threads)
+    shared = units * blocks * at_once * (padded + 2) if split > 1 else 0
+    results, done = np.empty(shared, np.float32), np.zeros(units, np.int64)
     arguments = (
         _address(queries), _address(keys), values, _address(table), _address(out),
         _address(scratch), scratch.strides[0], count, heads, dim, kv_heads, width,
-        head_bytes, padded, rows, table.shape[1], window, at_once,
+        head_bytes, padded, rows, table.shape[1], window, at_once, blocks, split,
+        _address(results), _address(done),
     )  # fmt: skip
     _write(job, arguments)
     behind = ARGUMENTS + len(arguments)
     factors = job[behind : behind + 1].view(np.float32)
     factors[0], factors[1] = scaling, softcap
-    _run(job, ATTENTION, pieces)
+    _run(job, ATTENTION, units * split)
+
+
+@njit(cache=True)
+def silu_multiply(
+    job,
+    both,  # [N, >= 2 I] float32, gate and up side by side
+    out,  # [N, I]
+):
+    """out = SiLU(gate) * up."""
+    arguments = (
+        _address(both), both.shape[1], _address(out), out.shape[1], out.shape[0],
+    )  # fmt: skip
+    _write(job, arguments)
+    _run(job, SILU, out.shape[0])
+
+
+@njit
+def _silu_piece(arguments, row):
+    width, inner, count = arguments[1], arguments[3], arguments[4]
+    both = carray(floats_at(arguments[0]), (count, width))
+    out = carray(floats_at(arguments[2]), (count, inner))
+    rows.silu_multiply(both[row : row + 1], out[row : row + 1])
 
 
 @njit
@@ -144,5 +168,7 @@ def _work(job, piece, thread):
         matmul.float_piece(arguments, piece)
     elif job[KIND] == INT8:
         matmul.int8_piece(arguments, piece)
+    elif job[KIND] == SILU:
+        _silu_piece(arguments, piece)
     else:
         attention.piece(arguments, piece, thread)

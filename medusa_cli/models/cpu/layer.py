@@ -60,12 +60,14 @@ class FusedLayer(nn.Module):
         cache = named.get("cache")
         if not isinstance(cache, KVCache) or arguments:
             return cast(Tensor, self.stock(hidden_states, *arguments, **named))
+        out = hidden_states.clone(memory_format=torch.contiguous_format)
         stored = cast(PanelCacheLayer, cache.layer(self._index))
         first = stored.extend(hidden_states.shape[1], *self._sizes[1:])
         keys, values = stored.arrays
-        self._pool.reserve(scratch_elements(values.shape[2], matmul.TILE * values.shape[1]))
+        self._pool.reserve(
+            scratch_elements(len(out[0]), values.shape[2], matmul.TILE * values.shape[1])
+        )
         cos, sin = named["position_embeddings"]
-        out = hidden_states.clone(memory_format=torch.contiguous_format)
         decoder_layer(
             self._pool.ready(), self._pool.threads, self._pool.scratch, out[0].numpy(),
             self._norms, self._epsilons, self._products, self._sizes, self._head_norms,
@@ -139,7 +141,7 @@ def decoder_layer(
     both = np.empty((count, len(gate_up[1])), np.float32)
     product(job, threads, normed, gate_up, both)
     inner = np.empty((count, down[2]), np.float32)
-    rows.silu_multiply(both, inner)
+    jobs.silu_multiply(job, both, inner)
     added = np.empty((count, len(down[1])), np.float32)
     product(job, threads, inner, down, added)
     rows.add(x, added)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from medusa_cli.models.cpu.rows import greatest
+from medusa_cli.models.cpu.rows import greatest_magnitude
 from medusa_cli.models.cpu.tiles import LANES, PANELS, float_tile, int8_tile
 
 Array = NDArray[Any]
@@ -29,21 +29,22 @@ def rows_at_once(left):
 
 
 @njit
-def float_tiles(rows, x, x_row, w, w_panel, w_step, steps, start, start_row, out, out_row):
+def float_tiles(rows, x, x_row, w, w_panel, w_step, ahead, steps, start, start_row, out, out_row):
     """One tile of any number of rows; arguments as `tiles.float_tile` describes them."""
     i = 0
     while i < rows:
         n = rows_at_once(rows - i)
         a, b, c = x + i * x_row, start + i * start_row, out + i * out_row
         if n == 4:
-            _float_4(a, x_row, w, w_panel, w_step, steps, b, start_row, c, out_row)
+            _float_4(a, x_row, w, w_panel, w_step, ahead, steps, b, start_row, c, out_row)
         elif n == 3:
-            _float_3(a, x_row, w, w_panel, w_step, steps, b, start_row, c, out_row)
+            _float_3(a, x_row, w, w_panel, w_step, ahead, steps, b, start_row, c, out_row)
         elif n == 2:
-            _float_2(a, x_row, w, w_panel, w_step, steps, b, start_row, c, out_row)
+            _float_2(a, x_row, w, w_panel, w_step, ahead, steps, b, start_row, c, out_row)
         else:
-            _float_1(a, x_row, w, w_panel, w_step, steps, b, start_row, c, out_row)
+            _float_1(a, x_row, w, w_panel, w_step, ahead, steps, b, start_row, c, out_row)
         i += n
+        ahead = 0  # the first rows have fetched them
 
 
 @njit
@@ -55,7 +56,7 @@ def float_piece(a, piece):
     for tile in range(tiles * piece // pieces, tiles * (piece + 1) // pieces):
         channels = tile * PANELS * _VECTOR_BYTES
         float_tiles(
-            rows, x, x_row, w + tile * PANELS * panel, panel, _VECTOR_BYTES, steps,
+            rows, x, x_row, w + tile * PANELS * panel, panel, _VECTOR_BYTES, PANELS * panel, steps,
             bias + channels, 0, out + channels, out_row,
         )  # fmt: skip
 
@@ -69,7 +70,7 @@ def quantize_rows(
 ):
     """Scales each row by its own largest magnitude to whole numbers within `limit`."""
     for i in range(x.shape[0]):
-        largest = max(greatest(x[i], 1), greatest(x[i], -1))
+        largest = greatest_magnitude(x[i])
         scale = np.float32(limit) / largest if largest > 0 else np.float32(0)
         scales[i] = largest / np.float32(limit)
         for k in range(x.shape[1]):
@@ -88,19 +89,19 @@ def int8_piece(a, piece):
         channels = tile * PANELS * _VECTOR_BYTES
         x, r, c = first_x, row_scales, out + channels
         v, s, b = w + tile * PANELS * panel, scales + channels, bias + channels
-        left = rows
+        left, ahead = rows, PANELS * panel
         while left > 0:
             n = rows_at_once(left)
             if n == 4:
-                _int8_4(x, x_row, v, panel, steps, s, r, b, c, out_row)
+                _int8_4(x, x_row, v, panel, ahead, steps, s, r, b, c, out_row)
             elif n == 3:
-                _int8_3(x, x_row, v, panel, steps, s, r, b, c, out_row)
+                _int8_3(x, x_row, v, panel, ahead, steps, s, r, b, c, out_row)
             elif n == 2:
-                _int8_2(x, x_row, v, panel, steps, s, r, b, c, out_row)
+                _int8_2(x, x_row, v, panel, ahead, steps, s, r, b, c, out_row)
             else:
-                _int8_1(x, x_row, v, panel, steps, s, r, b, c, out_row)
+                _int8_1(x, x_row, v, panel, ahead, steps, s, r, b, c, out_row)
             x, c, r = x + n * x_row, c + n * out_row, r + n * _FLOAT_BYTES
-            left -= n
+            left, ahead = left - n, 0
 
 
 def pack_float(

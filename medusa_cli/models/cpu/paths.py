@@ -62,7 +62,7 @@ class PathAttention:
         dim = queries.shape[2]
         out = torch.empty(1, *queries.shape)
         rows, padded = key.shape[2] * key.shape[4], value.shape[2] * value.shape[4]
-        self.pool.reserve(scratch_elements(rows, padded))
+        self.pool.reserve(scratch_elements(len(queries), rows, padded))
         attend(
             self.pool.ready(),
             self.pool.threads,

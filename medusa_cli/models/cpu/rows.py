@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit, types
 
-from medusa_cli.models.cpu.tiles import float_of_bits
+from medusa_cli.models.cpu.tiles import float_of_bits, multiply_add
 
 _F32 = types.float32
 LARGEST = 87.0  # float32's exponential stays finite and normal up to here, in both directions
@@ -15,24 +15,42 @@ def exponential(x):
 
     Source: expf of the Cephes mathematical library.
     """
-    n = np.floor(x * _F32(1.44269504) + _F32(0.5))
-    r = x - n * _F32(0.693359375) + n * _F32(2.12194440e-4)
-    p = _F32(1.9875691500e-4) * r + _F32(1.3981999507e-3)
-    p = p * r + _F32(8.3334519073e-3)
-    p = p * r + _F32(4.1665795894e-2)
-    p = p * r + _F32(1.6666665459e-1)
-    p = p * r + _F32(5.0000001201e-1)
-    p = p * r * r + r + _F32(1.0)
+    n = np.floor(multiply_add(x, _F32(1.44269504), _F32(0.5)))
+    r = multiply_add(n, _F32(-0.693359375), x)
+    r = multiply_add(n, _F32(2.12194440e-4), r)
+    p = multiply_add(_F32(1.9875691500e-4), r, _F32(1.3981999507e-3))
+    p = multiply_add(p, r, _F32(8.3334519073e-3))
+    p = multiply_add(p, r, _F32(4.1665795894e-2))
+    p = multiply_add(p, r, _F32(1.6666665459e-1))
+    p = multiply_add(p, r, _F32(5.0000001201e-1))
+    p = multiply_add(p, r * r, r) + _F32(1.0)
     return p * float_of_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@njit(fastmath=True)
-def greatest(x, sign):
-    """The greatest of sign * x, in code that vectorises; -inf for nothing."""
-    found = _F32(-np.inf)
-    for i in range(len(x)):
-        found = max(found, _F32(sign) * x[i])
-    return found
+# The bits of floats, read as whole numbers, rise as their magnitudes do, and whole numbers are
+# compared in code that vectorises.
+_MAGNITUDE, _LEAST = np.int32(2**31 - 1), np.int32(-(2**31))
+
+
+@njit
+def greatest(x):
+    """The greatest of float32 numbers; nan for none."""
+    bits, found = x.view(np.int32), _LEAST
+    for i in range(len(bits)):
+        falling = (bits[i] >> np.int32(31)) & _MAGNITUDE
+        key = np.int32(bits[i] ^ falling)
+        found = key if key > found else found  # noqa: FURB136  # max() would widen them
+    return float_of_bits(np.int32(found ^ ((found >> np.int32(31)) & _MAGNITUDE)))
+
+
+@njit
+def greatest_magnitude(x):
+    """The greatest |x| of float32 numbers; 0 for none."""
+    bits, found = x.view(np.int32), np.int32(0)
+    for i in range(len(bits)):
+        magnitude = np.int32(bits[i] & _MAGNITUDE)
+        found = magnitude if magnitude > found else found  # noqa: FURB136
+    return float_of_bits(found)
 
 
 @njit(cache=True, fastmath=True, error_model="numpy")

@@ -4,6 +4,9 @@ A tile multiplies R rows of activations with B *panels* of weights. A panel hold
 channels side by side for each step of the sum, so that one vector load feeds `LANES` sums and no
 sum is ever folded across lanes. Each output is therefore added up in the same order whatever other
 rows are computed with it: a row's result is bit-identical alone and beside others.
+
+While a tile multiplies, it asks for the weights of the next one: the arithmetic of several rows
+takes about as long as memory needs for their weights, and neither waits for the other.
 """
 
 from llvmlite import binding, ir
@@ -17,7 +20,7 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _PAIRS = ir.VectorType(_I16, 2 * LANES)
-_ARGUMENTS = 10  # of either tile
+_LINE = 64  # bytes that memory delivers at a time
 _HAS_AVX2 = bool(binding.get_host_cpu_features().get("avx2"))
 
 
@@ -26,21 +29,27 @@ def float_tile(rows):
 
     The tile is called in a jitted function with addresses and byte strides, as integers:
 
-        tile(x, x_row, w, w_panel, w_step, steps, start, start_row, out, out_row)
+        tile(x, x_row, w, w_panel, w_step, ahead, steps, start, start_row, out, out_row)
 
     out[r, p, :] = start[r, p, :] + sum over k < steps of x[r, k] * w[p, k, :], steps >= 1.
+    The weights `ahead` bytes further on are fetched into the cache, with 0 none.
     """
 
     @intrinsic
-    def tile(_ctx, _x, _x_row, _w, _w_panel, _w_step, _steps, _start, _start_row, _out, _out_row):
+    def tile(
+        _ctx, _x, _x_row, _w, _w_panel, _w_step, _ahead, _steps, _start, _start_row, _out, _out_row
+    ):
         def codegen(context, builder, _signature, values):
-            x, x_row, w, w_panel, w_step, steps, start, start_row, out, out_row = values
+            x, x_row, w, w_panel, w_step, ahead, steps, start, start_row, out, out_row = values
             sums = [
                 [_load(builder, _at(builder, start, r, start_row, 32 * p), _FLOATS)
                  for p in range(PANELS)]
                 for r in range(rows)
             ]  # fmt: skip
             multiply_add = _function(builder, "llvm.fma.v8f32", _FLOATS, [_FLOATS] * 3)
+            # Panels are streams of their own, or lie side by side in one line.
+            apart = builder.icmp_signed(">=", w_panel, ir.Constant(_I64, _LINE))
+            second = builder.select(apart, w_panel, w_step)
 
             def step(k, sums):
                 weights = [
@@ -58,12 +67,17 @@ def float_tile(rows):
                     )  # fmt: skip
                 return after
 
-            for r, row in enumerate(_loop(builder, steps, sums, step)):
+            def fetch(k):
+                line = builder.add(builder.add(w, ahead), builder.mul(k, w_step))
+                _fetch(builder, line)
+                _fetch(builder, builder.add(line, second))
+
+            for r, row in enumerate(_loop(builder, steps, ahead, 2, sums, step, fetch)):
                 for p, total in enumerate(row):
                     _store(builder, total, _at(builder, out, r, out_row, 32 * p))
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * _ARGUMENTS), codegen
+        return types.void(*[types.intp] * 11), codegen
 
     return tile
 
@@ -74,18 +88,21 @@ def int8_tile(rows, portable=not _HAS_AVX2):
     Steps go over pairs of inputs: a panel holds [steps, LANES, 2] bytes, a row of x [steps, 2]
     16-bit numbers. Called with addresses and byte strides, as integers:
 
-        tile(x, x_row, w, w_panel, steps, scales, row_scales, bias, out, out_row)
+        tile(x, x_row, w, w_panel, ahead, steps, scales, row_scales, bias, out, out_row)
 
     out[r, p, :] = bias[p, :] + scales[p, :] * row_scales[r] * (the integer sum), steps >= 1.
+    `ahead` as in `float_tile`.
 
     Args:
         portable: use no instruction of x86.
     """
 
     @intrinsic
-    def tile(_ctx, _x, _x_row, _w, _w_panel, _steps, _scales, _row_scales, _bias, _out, _out_row):
+    def tile(
+        _ctx, _x, _x_row, _w, _w_panel, _ahead, _steps, _scales, _row_scales, _bias, _out, _out_row
+    ):
         def codegen(context, builder, _signature, values):
-            x, x_row, w, w_panel, steps, scales, row_scales, bias, out, out_row = values
+            x, x_row, w, w_panel, ahead, steps, scales, row_scales, bias, out, out_row = values
             nothing = ir.Constant(_INTS, None)
             sums = [[nothing] * PANELS for _ in range(rows)]
             multiply_pairs = _multiply_pairs_portable if portable else _multiply_pairs_avx2
@@ -109,7 +126,13 @@ def int8_tile(rows, portable=not _HAS_AVX2):
                     )  # fmt: skip
                 return after
 
-            for r, row in enumerate(_loop(builder, steps, sums, step)):
+            def fetch(k):
+                for p in range(PANELS):
+                    panel = builder.add(_at(builder, w, p, w_panel), ahead)
+                    _fetch(builder, builder.add(panel, _times(builder, k, 2 * LANES)))
+
+            steps_of_line = _LINE // (2 * LANES)
+            for r, row in enumerate(_loop(builder, steps, ahead, steps_of_line, sums, step, fetch)):
                 row_scale = _load(builder, _at(builder, row_scales, r, 4), _F32)
                 for p, total in enumerate(row):
                     scale = _load(builder, _at(builder, scales, p, 32), _FLOATS)
@@ -119,7 +142,7 @@ def int8_tile(rows, portable=not _HAS_AVX2):
                     _store(builder, value, _at(builder, out, r, out_row, 32 * p))
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * _ARGUMENTS), codegen
+        return types.void(*[types.intp] * 11), codegen
 
     return tile
 
@@ -164,14 +187,34 @@ def multiply_add(_ctx, _a, _b, _c):
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-def _loop(builder, steps, sums, step):
-    """Emits `for k in range(steps): sums = step(k, sums)` with the sums in registers."""
+def _loop(builder, steps, ahead, unroll, sums, step, fetch):
+    """Emits `for k in range(steps): sums = step(k, sums)` with the sums in registers.
+
+    Where `ahead` is not 0, `fetch(k)` comes every `unroll` steps.
+    """
+    nothing = ir.Constant(_I64, 0)
+    groups = builder.sdiv(steps, ir.Constant(_I64, unroll))
+    whole = builder.select(builder.icmp_signed("==", ahead, nothing), nothing, groups)
+
+    def together(group, sums):
+        k = _times(builder, group, unroll)
+        fetch(k)
+        for more in range(unroll):
+            sums = step(builder.add(k, ir.Constant(_I64, more)), sums)
+        return sums
+
+    sums = _repeat(builder, nothing, whole, sums, together)
+    return _repeat(builder, _times(builder, whole, unroll), steps, sums, step)
+
+
+def _repeat(builder, first, end, sums, step):
+    """Emits `for k in range(first, end): sums = step(k, sums)`."""
     before = builder.block
     body, behind = builder.append_basic_block("step"), builder.append_basic_block("behind")
-    builder.branch(body)
+    builder.cbranch(builder.icmp_signed("<", first, end), body, behind)
     builder.position_at_end(body)
     k = builder.phi(_I64)
-    k.add_incoming(ir.Constant(_I64, 0), before)
+    k.add_incoming(first, before)
     carried = []
     for row in sums:
         carried.append([builder.phi(value.type) for value in row])
@@ -183,9 +226,15 @@ def _loop(builder, steps, sums, step):
     for phis, values in zip(carried, after, strict=True):
         for phi, value in zip(phis, values, strict=True):
             phi.add_incoming(value, body)
-    builder.cbranch(builder.icmp_signed("<", following, steps), body, behind)
+    builder.cbranch(builder.icmp_signed("<", following, end), body, behind)
     builder.position_at_end(behind)
-    return after
+    results = []
+    for befores, afters in zip(sums, after, strict=True):
+        results.append([builder.phi(value.type) for value in befores])
+        for phi, early, late in zip(results[-1], befores, afters, strict=True):
+            phi.add_incoming(early, before)
+            phi.add_incoming(late, body)
+    return results
 
 
 def _multiply_pairs_avx2(builder, a, b):
@@ -226,6 +275,16 @@ def _at(builder, base, index, stride, offset=0):
 
 def _load(builder, address, kind):
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def _fetch(builder, address):
+    """Asks for a line of memory, which may be none of ours, without waiting for it."""
+    pointer = _I8.as_pointer()
+    function = _function(
+        builder, "llvm.prefetch.p0i8", ir.VoidType(), [pointer, _I32, _I32, _I32]
+    )  # fmt: skip
+    read, near, data = (ir.Constant(_I32, number) for number in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, pointer), read, near, data])
 
 
 def _store(builder, value, address):

@@ -1,7 +1,7 @@
 """The adaptive tree and lookup: the base model's own text, and no loss where drafts are useless."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -114,6 +114,19 @@ def test_good_drafts_make_deep_trees_and_bad_ones_none(llama: BaseModel) -> None
     assert len(found["oracle"]) < 40
     assert mean["oracle"] > 4
     assert sum(step.nodes for step in found["anti-oracle"][-30:]) <= 33, "but for a few tries"
+
+
+def test_trees_shrink_where_a_long_context_makes_nodes_dear() -> None:
+    growth = {1: 0.0001, 8: 0.001, 64: 0.01}
+    costs = replace(LAPTOP, context=64, growth=growth)
+    drafting = AdaptiveDrafting(Talker(0.6, [True]), auto(costs), 0.0, CPU)
+    text, nodes = list(range(64)), []
+    for length in (64, 256, 1024, 4096):
+        text += range(len(text), length)
+        draft = drafting.draft(torch.zeros(2), torch.tensor(text[-1]), text, 100)
+        nodes.append(draft.tree.nodes)
+    assert nodes == sorted(nodes, reverse=True)
+    assert nodes[0] > nodes[-1]
 
 
 def test_a_text_in_a_loop_is_drafted_by_lookup() -> None:

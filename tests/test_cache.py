@@ -3,7 +3,7 @@
 import torch
 
 from conftest import VOCAB
-from medusa_cli.decoding.tree import static_tree
+from medusa_cli.decoding.tree import ROOT_ONLY, static_tree
 from medusa_cli.decoding.tree_buffers import tree_buffers
 from medusa_cli.models.base import BaseModel
 from medusa_cli.models.cache import GROWTH, KVCache
@@ -44,6 +44,17 @@ def test_compacted_rows_equal_a_fresh_prefill(base: BaseModel) -> None:
         cache.accept(path, tokens[path].tolist())
         assert_same_rows(cache, prefilled(base, prompt + tokens[path].tolist()))
         assert cache.get_seq_length() == 17 + len(path)
+
+
+def test_a_cache_is_lengthened_behind_its_rows(base: BaseModel) -> None:
+    ids = [i % VOCAB for i in range(9)]
+    cache, short = prefilled(base, ids), prefilled(base, ids)
+    cache.lengthen(40)
+    assert cache.get_seq_length() == len(cache.ids) == 49
+    root = tree_buffers(ROOT_ONLY, CPU)
+    base.verify(torch.tensor([1]), root.depths, root.paths, cache)
+    cache.keep(9)
+    assert_same_rows(cache, short)
 
 
 def test_rows_survive_growth_and_overlapping_moves(llama: BaseModel) -> None:

@@ -1,5 +1,6 @@
 """Laws of the sweeps: step costs, dense trees, and how far typical acceptance moves the text."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,12 @@ from medusa_cli.bench.sweep_temperature import mean_divergence
 from medusa_cli.config import Acceptance, SamplingConfig
 from medusa_cli.decoding.auto_tree import step_costs
 from medusa_cli.decoding.step_cost import CostKey, StepCosts, cost_key, load_costs, save_costs
-from medusa_cli.decoding.step_timing import TABLE_NODES, measure_costs, measure_step_seconds
+from medusa_cli.decoding.step_timing import (
+    FAR_NODES,
+    TABLE_NODES,
+    measure_costs,
+    measure_step_seconds,
+)
 from medusa_cli.decoding.traces import Provenance, TextTrace, Traces
 from medusa_cli.decoding.tree import ROOT_ONLY, dense_tree
 from medusa_cli.decoding.tree_search import expected_from_traces
@@ -47,6 +53,14 @@ def test_costs_of_disturbed_steps_do_not_count() -> None:
     assert costs.drafting(3) == 0
 
 
+def test_costs_grow_with_the_context() -> None:
+    costs = StepCosts(KEY, {1: 1.0, 8: 2.0}, (), context=64, growth={1: 0.001, 8: 0.004})
+    assert costs.at(1, 64) == costs.at(1) == costs.at(1, 3) == 1.0
+    assert costs.at(1, 1064) == pytest.approx(2.0)
+    assert costs.at(8, 1064) == pytest.approx(6.0)
+    assert costs.up_to(2, 1064)[2] == pytest.approx(8 / 7 + 1000 * (0.001 + 0.003 / 7))
+
+
 def test_the_cost_of_drafting() -> None:
     assert [COSTS.drafting(heads) for heads in range(4)] == [0.0, 0.1, 0.2, 0.2]
 
@@ -54,9 +68,11 @@ def test_the_cost_of_drafting() -> None:
 def test_costs_are_kept_for_the_same_model_and_machine(llama: BaseModel) -> None:
     key = cost_key(llama, HEADS)
     assert load_costs(key) is None
-    kept = save_costs(StepCosts(key, {1: 0.5, 8: 0.75}, (0.1,)))
-    assert load_costs(key) == StepCosts(key, {1: 0.5, 8: 0.75}, (0.1,))
-    for damage in ("", "{}", "[]", '{"format": "medusa-step-cost/2", "verify": {"1": -1}}'):
+    costs = StepCosts(key, {1: 0.5, 8: 0.75}, (0.1,), context=64, growth={1: 0.001})
+    kept = save_costs(costs)
+    assert load_costs(key) == costs
+    falling = json.loads(kept.read_text()) | {"growth": {"1": -0.001}}
+    for damage in ("", "{}", "[]", '{"format": "medusa-step-cost/3"}', json.dumps(falling)):
         kept.write_text(damage)
         with pytest.raises(CheckpointError, match="measure again"):
             load_costs(key)
@@ -74,6 +90,8 @@ def test_a_table_is_measured_once_and_kept(llama: BaseModel) -> None:
     stages: list[Stage] = []
     costs = step_costs(llama, heads, stages.append)
     assert sorted(costs.verify) == sorted(TABLE_NODES)
+    assert sorted(costs.growth) == sorted(FAR_NODES)
+    assert min(costs.growth.values()) >= 0
     assert len(costs.draft) == 3
     assert "once" in stages[0].text
     stages.clear()

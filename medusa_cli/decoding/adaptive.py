@@ -25,6 +25,8 @@ AUTO = "auto"
 MOST_NODES = 64
 CANDIDATES = 32  # of each head
 
+COST_ROWS = 256  # after so many tokens steps cost something else
+
 TRUST_PRIOR = 1.0  # accepted drafts that the calibration's word is worth
 TRUST_DECAY = 0.95  # of what older steps have shown, a step with heads
 MOST_TRUST = 2.0
@@ -146,7 +148,8 @@ class AdaptiveDrafting:
         self._drafter, self._lookup = drafter, lookup
         self._root = tree_buffers(ROOT_ONLY, device)
         self._calibration: HeadCalibration = tree.calibration.at(sampling_temperature)
-        self._costs = SizeCosts(tree.costs.up_to(tree.nodes))
+        self._all_costs, self._nodes = tree.costs, tree.nodes
+        self._costs, self._costs_until = SizeCosts(tree.costs.up_to(tree.nodes)), 0
         self._head_costs = [tree.costs.drafting(heads) for heads in range(tree.heads + 1)]
         plain = self._costs.seconds[1]
         longest = round(self._head_costs[-1] / (LOST_SHARE * plain))
@@ -156,6 +159,9 @@ class AdaptiveDrafting:
 
     def draft(self, hidden: Tensor, pending: Tensor, text: Sequence[int], room: int) -> Draft:
         """The tree with the most expected tokens per second."""
+        if len(text) >= self._costs_until:
+            self._costs_until = len(text) + COST_ROWS
+            self._costs = SizeCosts(self._all_costs.up_to(self._nodes, len(text)))
         branch = self._lookup.branch(text, room) if self._lookup is not None else []
         plan = best_plan(Guesses(branch=branch), text[-1], room, self._costs)
         heads = min(len(self._calibration.temperatures), room)

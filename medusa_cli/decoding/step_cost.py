@@ -7,7 +7,8 @@ It lies in the cache folder. Measuring is `step_timing`'s job.
 import hashlib
 import json
 from bisect import bisect_left
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from medusa_cli.models.hardware import device_name
 from medusa_cli.models.heads import HeadsInfo
 from medusa_cli.models.storage import cache_folder, write_atomic
 
-FORMAT = "medusa-step-cost/2"
+FORMAT = "medusa-step-cost/3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +49,31 @@ class StepCosts:
         key: what it was measured on.
         verify: seconds to verify, accept and compact, by number of nodes, the root included.
         draft: seconds of running the first 1, 2, ... heads.
+        context: rows of the KV cache that `verify` was measured on.
+        growth: seconds that a further row of the KV cache adds, by number of nodes.
     """
 
     key: CostKey
     verify: dict[int, float]
     draft: tuple[float, ...]
+    context: int = 0
+    growth: dict[int, float] = field(default_factory=dict)
 
-    def at(self, nodes: int) -> float:
-        """Seconds to verify `nodes`, interpolated between measured counts.
+    def at(self, nodes: int, rows: int = 0) -> float:
+        """Seconds to verify `nodes` on `rows` of context, between what was measured.
 
         Beyond the measured counts the nearest one's cost holds, in proportion to the nodes above.
         """
-        counts = sorted(self.verify)
-        i = bisect_left(counts, nodes)
-        if i == len(counts):
-            return self.verify[counts[-1]] * nodes / counts[-1]
-        if counts[i] == nodes or i == 0:
-            return self.verify[counts[i]]
-        low, high = counts[i - 1], counts[i]
-        share = (nodes - low) / (high - low)
-        return self.verify[low] * (1 - share) + self.verify[high] * share
+        further = max(0, rows - self.context)
+        growth = _between(self.growth, nodes) if self.growth else 0.0
+        return _between(self.verify, nodes) + further * growth
 
-    def up_to(self, nodes: int) -> list[float]:
-        """Seconds to verify 0, 1, ..., `nodes` nodes, which never fall.
+    def up_to(self, nodes: int, rows: int = 0) -> list[float]:
+        """Seconds to verify 0, 1, ..., `nodes` nodes on `rows` of context, which never fall.
 
         What took longer than more nodes did was disturbed.
         """
-        found = [self.at(n) for n in range(1, nodes + 1)]
+        found = [self.at(n, rows) for n in range(1, nodes + 1)]
         for n in reversed(range(len(found) - 1)):
             found[n] = min(found[n], found[n + 1])
         return [0.0, *found]
@@ -126,14 +125,32 @@ def load_costs(key: CostKey) -> StepCosts | None:
         ) from None
 
 
+def _between(measured: Mapping[int, float], nodes: int) -> float:
+    counts = sorted(measured)
+    i = bisect_left(counts, nodes)
+    if i == len(counts):
+        return measured[counts[-1]] * nodes / counts[-1]
+    if counts[i] == nodes or i == 0:
+        return measured[counts[i]]
+    low, high = counts[i - 1], counts[i]
+    share = (nodes - low) / (high - low)
+    return measured[low] * (1 - share) + measured[high] * share
+
+
 def _parsed(data: Any, key: CostKey) -> StepCosts:
     if data["format"] != FORMAT:
         raise ValueError(f"it is not of the format {FORMAT}")
-    verify = {int(nodes): float(value) for nodes, value in data["verify"].items()}
+    verify, growth = (
+        {int(nodes): float(value) for nodes, value in data[name].items()}
+        for name in ("verify", "growth")
+    )
+    context = int(data["context"])
     draft = tuple(float(value) for value in data["draft"])
     if not verify or min(verify) < 1 or min(*verify.values(), *draft, 1.0) <= 0:
         raise ValueError("it holds no costs")
-    return StepCosts(key, verify, draft)
+    if min(0, context, *growth, *growth.values()) < 0:
+        raise ValueError("costs fall as the context grows")
+    return StepCosts(key, verify, draft, context, growth)
 
 
 def _file(key: CostKey) -> Path:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -26,6 +27,9 @@ TABLE_ROUNDS = 15  # at most; fast steps are noisy and have time for many
 # The order in which counts are timed, so that time that runs out leaves a coarse table.
 TABLE_NODES = (1, 8, 32, 4, 16, 64, 2, 12, 24, 48, 6, 40)
 FEWEST_COUNTS = 3
+FAR_CONTEXT = 1024  # where the same steps are timed again: what attention costs grows with it
+FAR_NODES = (1, 8, 32)
+FAR_SHARE = 0.3  # of the budget, on top
 
 
 def measure_step_seconds(
@@ -77,7 +81,7 @@ def measure_costs(
     """Times the heads and steps over more and more nodes, for about `budget` seconds.
 
     Of each the fastest time counts: what disturbs a step only makes it slower. A slow model is
-    timed on fewer counts.
+    timed on fewer counts. Some steps are timed once more on a longer context, if the model has one.
     """
     bench = _Bench(base, TABLE_CONTEXT)
     drafts = {n: _flat_draft(bench.pending, n) for n in TABLE_NODES}
@@ -103,7 +107,30 @@ def measure_costs(
             bench.rewind()
         if clock() > deadline:
             break
-    return StepCosts(key, dict(sorted(verified.items())), tuple(drafted.values()))
+    costs = StepCosts(
+        key, dict(sorted(verified.items())), tuple(drafted.values()), context=TABLE_CONTEXT
+    )
+    depth = max(int(draft.tree.depths.max()) for draft in drafts.values())
+    far = min(FAR_CONTEXT, (base.context_length or FAR_CONTEXT) - depth - 1)
+    if far <= TABLE_CONTEXT:
+        return costs
+    bench.lengthen(far - TABLE_CONTEXT)
+    deadline = clock() + budget * FAR_SHARE
+    later: dict[int, float] = {}
+    bench.verify(drafts[1])
+    bench.rewind()
+    for turn in range(TABLE_ROUNDS):
+        for n in FAR_NODES:
+            started = clock()
+            bench.verify(drafts[n])
+            _keep_fastest(later, n, clock() - started, first=turn == 0)
+            bench.rewind()
+        if clock() > deadline:
+            break
+    growth = {
+        n: max(0.0, seconds - costs.at(n)) / (far - TABLE_CONTEXT) for n, seconds in later.items()
+    }
+    return replace(costs, growth=growth)
 
 
 class _Bench:
@@ -117,6 +144,11 @@ class _Bench:
         output = base.prefill(ids, self._cache)
         self._cache.append(ids.tolist())
         self.hidden, self.pending = output.hidden[0], output.logits[0].argmax()
+
+    def lengthen(self, rows: int) -> None:
+        """Adds rows of zeros to the context: time does not depend on what they hold."""
+        self._cache.lengthen(rows)
+        self._context += rows
 
     def verify(self, draft: Draft) -> None:
         """One verification, up to its tokens on the host."""

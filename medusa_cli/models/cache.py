@@ -51,6 +51,13 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     @torch.inference_mode()
+    def lengthen(self, count: int) -> None:
+        """Appends rows that hold nothing of meaning to a layer that has some already."""
+        parts = (self.keys, self.values)
+        zeros = (part.new_zeros(1, part.shape[1], count, part.shape[3]) for part in parts)
+        self.update(*zeros)
+
+    @torch.inference_mode()
     def move_rows(self, sources: Sequence[int], start: int) -> None:
         """Copies the rows `sources` to `start`, `start` + 1, ..., which may overlap them."""
         for buffer in (self.keys, self.values):
@@ -103,6 +110,15 @@ class KVCache(Cache):
     def append(self, ids: Sequence[int]) -> None:
         """Declares rows just written to be valid and to hold `ids`."""
         self.ids.extend(ids)
+
+    def lengthen(self, count: int) -> None:
+        """Appends rows that hold nothing of meaning, so that steps on a long context can be timed.
+
+        There must be valid rows already.
+        """
+        for layer in self.layers:
+            layer.lengthen(count)
+        self.ids.extend([0] * count)
 
     def accept(self, path: Sequence[int], ids: Sequence[int]) -> None:
         """Keeps, of the rows just written, only those at offsets `path`, which hold `ids`.

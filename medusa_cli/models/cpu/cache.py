@@ -43,6 +43,10 @@ class PanelCacheLayer(TreeCacheLayer):
             self._grow(self.rows)
         return first
 
+    def lengthen(self, count: int) -> None:
+        """Appends rows that hold nothing of meaning to a layer that has some already."""
+        self.extend(count, self.keys.shape[1], self.keys.shape[3])
+
     @property
     def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys [H, P, D, 8] and values [H, D / 16, rows, 16], as kernels take them."""

@@ -60,6 +60,7 @@ def open_model(
                 options.dtype,
                 options.trust_remote_code,
                 options.quantize,
+                options.compile,
             ),
             revision=options.revision,
             offline=options.offline,

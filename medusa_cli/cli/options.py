@@ -90,6 +90,10 @@ Quantize = Annotated[
         metavar="none|int8|nf4", help="Bits of linear layers: int8, or nf4 (4 bits, on a CUDA GPU)."
     ),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the layers at load (half a minute); for GPUs."),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub model.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
@@ -144,6 +148,7 @@ class ModelOptions:
     device_map: DeviceMap = None
     dtype: Dtype = "auto"
     quantize: Quantize = "none"
+    compile: Compile = False
     revision: Revision = None
     trust_remote_code: TrustRemoteCode = False
     offline: Offline = False

@@ -101,6 +101,19 @@ class KVCache(Cache):
             self.layer_class_to_replicate = kind
         assert self.layer_class_to_replicate is kind, "a cache stays with its model"
 
+    # How many rows and layers there are is no constant of compiled code.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self,
+        key_states: Tensor,  # [1, H, N, D_head]
+        value_states: Tensor,  # [1, H, N, D_head]
+        layer_idx: int,
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Appends N rows to a layer and returns views of all its rows, [1, H, rows + N, D_head]."""
+        return self.layer(layer_idx).update(key_states, value_states)
+
     def layer(self, index: int) -> TreeCacheLayer:
         """A model layer's part of the cache, made when it is first asked for."""
         while len(self.layers) <= index:

@@ -34,6 +34,7 @@ class LoadOptions:
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         trust_remote_code: run model code that comes with the checkpoint.
         quantize: `none`; `int8`; or `nf4`, on a CUDA GPU only.
+        compile: compile the layers of a model that torch computes.
         stock: keep every module as transformers makes it; for comparison.
     """
 
@@ -42,6 +43,7 @@ class LoadOptions:
     dtype: str = "auto"
     trust_remote_code: bool = False
     quantize: str = "none"
+    compile: bool = False
     stock: bool = False
 
 
@@ -82,7 +84,12 @@ def load_base(source: Source, options: LoadOptions, report: Report) -> BaseModel
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise
         raise _unloadable(f"'{source.name}' in {source.folder}", error) from None
-    return _on_engine(module, options)
+    base = _on_engine(module, options)
+    if options.compile:
+        from medusa_cli.models.compiling import compile_layers
+
+        compile_layers(base, report)
+    return base
 
 
 def load_tokenizer(source: Source, options: LoadOptions) -> "PreTrainedTokenizerBase":
@@ -109,6 +116,11 @@ def _on_engine(module: "PreTrainedModel", options: LoadOptions) -> BaseModel:
 
     int8 = options.quantize == "int8"
     if engine.fits(module):
+        if options.compile:
+            raise UsageError(
+                "--compile has nothing to do here: "
+                "the CPU engine's layers are compiled already. Drop it"
+            )
         return engine.accelerate(module, int8=int8, threads=torch.get_num_threads())
     if int8:
         raise UsageError(

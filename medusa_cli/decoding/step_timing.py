@@ -115,22 +115,30 @@ def measure_costs(
     if far <= TABLE_CONTEXT:
         return costs
     bench.lengthen(far - TABLE_CONTEXT)
-    deadline = clock() + budget * FAR_SHARE
-    later: dict[int, float] = {}
-    bench.verify(drafts[1])
-    bench.rewind()
-    for turn in range(TABLE_ROUNDS):
-        for n in FAR_NODES:
-            started = clock()
-            bench.verify(drafts[n])
-            _keep_fastest(later, n, clock() - started, first=turn == 0)
-            bench.rewind()
-        if clock() > deadline:
-            break
+    later = _far_seconds(bench, drafts, clock, budget * FAR_SHARE)
     growth = {
         n: max(0.0, seconds - costs.at(n)) / (far - TABLE_CONTEXT) for n, seconds in later.items()
     }
     return replace(costs, growth=growth)
+
+
+def _far_seconds(
+    bench: "_Bench", drafts: Mapping[int, Draft], clock: Callable[[], float], budget: float
+) -> dict[int, float]:
+    """Fastest seconds of a step over each of `FAR_NODES` nodes."""
+    seconds: dict[int, float] = {}
+    bench.verify(drafts[1])
+    bench.rewind()
+    deadline = clock() + budget
+    for turn in range(TABLE_ROUNDS):
+        for n in FAR_NODES:
+            started = clock()
+            bench.verify(drafts[n])
+            _keep_fastest(seconds, n, clock() - started, first=turn == 0)
+            bench.rewind()
+        if clock() > deadline:
+            break
+    return seconds
 
 
 class _Bench:

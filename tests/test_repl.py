@@ -191,6 +191,29 @@ def test_keys(start: Start, environment: dict[str, str]) -> None:
         assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
 
 
+def test_what_is_typed_too_early_is_sent_as_it_was_typed(
+    model_folder: Path, environment: dict[str, str]
+) -> None:
+    """While the model loads, and while it answers; without echo, and Enter is no new line."""
+    terminal = Terminal(command(model_folder), environment | {"DELAY": "0.3"})
+    terminal.expect("loading")
+    terminal.send("first\r")
+    terminal.expect("/help for help")
+    assert b"first" not in terminal.written
+    terminal.expect(re.compile(rb"accepted \d"))
+    terminal.send("second\r")
+    terminal.expect(ANSWERED)
+    terminal.expect(ANSWERED)
+    terminal.expect(PROMPT)
+    assert users(environment) == ["first", "second"]
+    terminal.send(f"third{CTRL_J}{CTRL_J}\r")
+    terminal.expect(ANSWERED)
+    terminal.expect(PROMPT)
+    assert users(environment)[-1] == "third", "empty lines at the end are nothing to say"
+    terminal.send(CTRL_D)
+    assert terminal.wait() == 0
+
+
 def test_editing_keys(start: Start, environment: dict[str, str], tmp_path: Path) -> None:
     """Ctrl-R finds an earlier message, Ctrl-X Ctrl-E edits in $EDITOR, Tab completes."""
     editor = tmp_path / "editor"

@@ -1,5 +1,6 @@
 """`medusa chat`: a conversation on a terminal, or line by line on pipes."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -64,13 +65,14 @@ def chat(
         raise UsageError("--trace colours tokens, --markdown renders blocks: choose one")
     own_template = None if template is None else read_text(template)
     from medusa_cli.cli import session_file
-    from medusa_cli.cli.chat_input import PipedInput, TerminalInput
+    from medusa_cli.cli.chat_input import PipedInput, TerminalInput, keys_unseen
 
     resumed = session_file.load_json(session_file.last_session()) if continue_ else None
     piped = PipedInput(streams)
     if not terminal and piped.is_empty():
         return
-    loaded = open_model(streams, loading, plain=plain, tree=tree, lookup=lookup)
+    with keys_unseen(streams) if terminal else contextlib.nullcontext():
+        loaded = open_model(streams, loading, plain=plain, tree=tree, lookup=lookup)
     from dataclasses import replace
 
     from medusa_cli.chat import Chat

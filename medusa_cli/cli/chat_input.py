@@ -128,10 +128,10 @@ def is_open_block(text: str) -> bool:
 
 
 def without_quotes(text: str) -> str:
-    """The text inside a block's triple quotes, or the text itself."""
+    """The text inside a block's triple quotes, or the text itself; no empty lines at its end."""
     stripped = text.strip()
     if not stripped.startswith(BLOCK):
-        return text
+        return text.rstrip("\n")
     return stripped.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n")
 
 
@@ -146,6 +146,7 @@ def keys_unseen(streams: Streams) -> Iterator[None]:
     terminal = streams.stdin.fileno()
     before = termios.tcgetattr(terminal)
     silent = termios.tcgetattr(terminal)
+    silent[0] &= ~termios.ICRNL  # Enter stays Enter, which sends; else it would be Ctrl-J
     silent[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(terminal, termios.TCSADRAIN, silent)
     try:

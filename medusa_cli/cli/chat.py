@@ -73,33 +73,33 @@ def chat(
         return
     with keys_unseen(streams) if terminal else contextlib.nullcontext():
         loaded = open_model(streams, loading, plain=plain, tree=tree, lookup=lookup)
-    from dataclasses import replace
+        from dataclasses import replace
 
-    from medusa_cli.chat import Chat
-    from medusa_cli.cli.commands import COMMAND_NAMES
-    from medusa_cli.cli.repl import Repl
+        from medusa_cli.chat import Chat
+        from medusa_cli.cli.commands import COMMAND_NAMES
+        from medusa_cli.cli.repl import Repl
 
-    if own_template is not None:
-        loaded = replace(loaded, template=own_template)
-    if not loaded.has_template:
-        raise UsageError(
-            f"'{loaded.name}' has no chat template: give one with --template FILE, "
-            "or continue text with `medusa generate --raw`"
+        if own_template is not None:
+            loaded = replace(loaded, template=own_template)
+        if not loaded.has_template:
+            raise UsageError(
+                f"'{loaded.name}' has no chat template: give one with --template FILE, "
+                "or continue text with `medusa generate --raw`"
+            )
+        defaults = loaded.sampling_defaults() if sampling.model_defaults else {}
+        talk = Chat(loaded, SamplingConfig(**(defaults | given)), limits, system, plain=plain)
+        if resumed is not None:
+            talk.restore(resumed)
+        source = TerminalInput(session_file.history_file(), COMMAND_NAMES) if terminal else piped
+        repl = Repl(
+            talk,
+            source,
+            streams,
+            terminal=terminal,
+            trace=trace,
+            markdown=markdown,
+            quiet=loading.quiet,
         )
-    defaults = loaded.sampling_defaults() if sampling.model_defaults else {}
-    talk = Chat(loaded, SamplingConfig(**(defaults | given)), limits, system, plain=plain)
-    if resumed is not None:
-        talk.restore(resumed)
-    source = TerminalInput(session_file.history_file(), COMMAND_NAMES) if terminal else piped
-    repl = Repl(
-        talk,
-        source,
-        streams,
-        terminal=terminal,
-        trace=trace,
-        markdown=markdown,
-        quiet=loading.quiet,
-    )
-    if terminal and not loading.quiet:
-        repl.greet()
-    raise typer.Exit(repl.run())
+        if terminal and not loading.quiet:
+            repl.greet()
+        raise typer.Exit(repl.run())

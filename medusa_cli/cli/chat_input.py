@@ -137,7 +137,10 @@ def without_quotes(text: str) -> str:
 
 @contextlib.contextmanager
 def keys_unseen(streams: Streams) -> Iterator[None]:
-    """Within the block, keys typed on the terminal wait for the next prompt and do not show."""
+    """Within the block, keys typed on the terminal wait for the next prompt and do not show.
+
+    It spans the whole chat: prompts go back to the state they found, so no key falls between two.
+    """
     if sys.platform == "win32":  # its console shows no keys that nobody reads
         yield
         return

@@ -5,7 +5,7 @@ import contextlib
 from medusa_cli.chat import Chat, Turn
 from medusa_cli.cli import session_file
 from medusa_cli.cli.boundary import exit_code
-from medusa_cli.cli.chat_input import ChatInput, keys_unseen
+from medusa_cli.cli.chat_input import ChatInput
 from medusa_cli.cli.commands import Commands, Leave
 from medusa_cli.cli.interrupt import Interrupts, interruptible
 from medusa_cli.cli.live import LiveText, MarkdownText, summary
@@ -153,7 +153,6 @@ class Repl:
             assert isinstance(started, Started)
             screen: LiveText | None = None
             if self.terminal:
-                stack.enter_context(keys_unseen(self.streams))
                 screen = stack.enter_context(self._screen(user, started.prompt_tokens))
             for event in events:
                 if isinstance(event, Result):
